@@ -1,0 +1,1 @@
+"""Pack ImageNet once into tar shards, every image checked on the way."""
