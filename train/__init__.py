@@ -1,0 +1,1 @@
+"""Train ResNets from the shards that `prep` writes, and measure the loading."""

@@ -1,0 +1,189 @@
+"""The antialiased bilinear resize, written straight into a slot of a batch.
+
+The filter is the triangle that Pillow and torch use (`antialias=True`): its support grows with the
+reduction. Rows are weighted first, then columns, in float32 and rounded once, so that a value
+differs by at most 1 from torch's, which rounds twice.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+Pixels = NDArray[np.uint8]
+_HALF = np.float32(0.5)
+
+
+class Span(NamedTuple):
+    """One axis of a resize: which part of which grid is wanted, from which part of the source."""
+
+    start: float
+    """Where the source box begins, in pixels of the array; may lie between two."""
+    length: float
+    """Length of the source box, in pixels of the array."""
+    size: int
+    """Number of output pixels that the whole box is resized to."""
+    first: int
+    """First of them that is wanted."""
+
+
+def resize(pixels: Pixels, rows: Span, columns: Span, out: Pixels, *, flip: bool = False) -> None:
+    """Resize a box of a picture into `out`.
+
+    Args:
+        pixels: `(h, w, 3)` uint8, C-contiguous.
+        rows: The vertical axis.
+        columns: The horizontal axis.
+        out: `(H, W, 3)` uint8, is filled. It holds the output pixels
+            `first..first+H-1` and `first..first+W-1` of the two axes.
+        flip: Mirror the columns of `out`.
+    """
+    whole = out if out.flags.c_contiguous else np.empty(out.shape, np.uint8)
+    # Plain tuples: numba's cache on disk must not name a class that a later version may lack.
+    _resize(
+        pixels.reshape(len(pixels), -1),
+        (float(rows.start), float(rows.length), int(rows.size), int(rows.first)),
+        (float(columns.start), float(columns.length), int(columns.size), int(columns.first)),
+        whole.reshape(len(out), -1),
+        flip,
+    )
+    if whole is not out:
+        out[:] = whole
+
+
+def needed(span: Span, count: int, limit: int) -> tuple[int, int]:
+    """Give the half-open range of source pixels that `count` outputs of an axis depend on."""
+    scale = span.length / span.size
+    support = max(scale, 1.0)
+    low = span.start + scale * (span.first + 0.5) - support
+    high = span.start + scale * (span.first + count - 0.5) + support
+    return max(0, math.floor(low)), min(limit, math.ceil(high))
+
+
+def _kernel(function: Any) -> Any:
+    return numba.njit(function, nogil=True, cache=True, fastmath=True, error_model="numpy")
+
+
+@_kernel
+def _weigh(span, count, limit, weights, starts):  # type: ignore[no-untyped-def]
+    """Fill the weights and first source pixel of each output; gives the number of taps.
+
+    Taps end at the box, as torch's end at the edge of the cropped picture.
+    """
+    start, length, size, first = span
+    scale = length / size
+    support = max(scale, 1.0)
+    low_limit, high_limit = max(int(start), 0), min(math.ceil(start + length), limit)
+    taps = 1
+    for i in range(count):
+        centre = scale * (first + i + 0.5) + start
+        low = max(low_limit, int(centre - support + 0.5))
+        high = min(high_limit, int(centre + support + 0.5))
+        taps = max(taps, high - low)
+        starts[i] = low
+    for i in range(count):
+        centre = scale * (first + i + 0.5) + start
+        high = min(high_limit, int(centre + support + 0.5))
+        low = max(min(starts[i], limit - taps), 0)
+        total = 0.0
+        for k in range(taps):
+            weight = 1.0 - abs((low + k + 0.5 - centre) / support)
+            if weight < 0.0 or low + k < starts[i] or low + k >= high:
+                weight = 0.0
+            weights[i, k] = weight
+            total += weight
+        for k in range(taps):
+            weights[i, k] /= total
+        starts[i] = low
+    return taps
+
+
+@_kernel
+def _add_rows(pixels, start, weights, taps, row):  # type: ignore[no-untyped-def]
+    """Weigh the rows of one output row into float32."""
+    source, weight = pixels[start], weights[0]
+    for j in range(len(row)):
+        row[j] = np.float32(source[j]) * weight
+    for k in range(1, taps):
+        source, weight = pixels[start + k], weights[k]
+        if weight != 0.0:
+            for j in range(len(row)):
+                row[j] += np.float32(source[j]) * weight
+
+
+def _column_adder(num_taps: int) -> Any:
+    """Compile the weighing of columns for one number of taps, which the compiler unrolls."""
+
+    @_kernel
+    def add(row, starts, weights, line, at, step):  # type: ignore[no-untyped-def]
+        for i in range(len(starts)):
+            p = 3 * starts[i]
+            red, green, blue = _HALF, _HALF, _HALF
+            for k in range(num_taps):
+                weight = weights[i, k]
+                red += weight * row[p + 3 * k]
+                green += weight * row[p + 3 * k + 1]
+                blue += weight * row[p + 3 * k + 2]
+            line[at], line[at + 1], line[at + 2] = np.uint8(red), np.uint8(green), np.uint8(blue)
+            at += step
+
+    return add
+
+
+_add_2, _add_3, _add_4, _add_5 = (_column_adder(num_taps) for num_taps in (2, 3, 4, 5))
+
+
+@_kernel
+def _add_many(row, starts, weights, taps, line, at, step):  # type: ignore[no-untyped-def]
+    for i in range(len(starts)):
+        p = 3 * starts[i]
+        red, green, blue = _HALF, _HALF, _HALF
+        for k in range(taps):
+            weight = weights[i, k]
+            red += weight * row[p]
+            green += weight * row[p + 1]
+            blue += weight * row[p + 2]
+            p += 3
+        line[at], line[at + 1], line[at + 2] = np.uint8(red), np.uint8(green), np.uint8(blue)
+        at += step
+
+
+@_kernel
+def _add_columns(row, starts, weights, taps, line, flip):  # type: ignore[no-untyped-def]
+    """Weigh the columns of one row into bytes; usual numbers of taps have loops of their own."""
+    at, step = (3 * (len(starts) - 1), -3) if flip else (0, 3)
+    if taps == 2:
+        _add_2(row, starts, weights, line, at, step)
+    elif taps == 3:
+        _add_3(row, starts, weights, line, at, step)
+    elif taps == 4:
+        _add_4(row, starts, weights, line, at, step)
+    elif taps == 5:
+        _add_5(row, starts, weights, line, at, step)
+    else:
+        _add_many(row, starts, weights, taps, line, at, step)
+
+
+@_kernel
+def _resize(pixels, rows, columns, out, flip):  # type: ignore[no-untyped-def]
+    height, width = len(pixels), pixels.shape[1] // 3
+    num_rows, num_columns = len(out), out.shape[1] // 3
+    most_row_taps = 2 * math.ceil(max(rows[1] / rows[2], 1.0)) + 1
+    most_column_taps = 2 * math.ceil(max(columns[1] / columns[2], 1.0)) + 1
+    row_weights = np.empty((num_rows, most_row_taps), np.float32)
+    column_weights = np.empty((num_columns, most_column_taps), np.float32)
+    row_starts, column_starts = np.empty(num_rows, np.int64), np.empty(num_columns, np.int64)
+    row_taps = _weigh(rows, num_rows, height, row_weights, row_starts)
+    column_taps = min(_weigh(columns, num_columns, width, column_weights, column_starts), width)
+    first = column_starts[0]
+    used = pixels[:, 3 * first : 3 * (column_starts[num_columns - 1] + column_taps)]
+    for i in range(num_columns):
+        column_starts[i] -= first
+    row = np.empty(used.shape[1], np.float32)
+    for y in range(num_rows):
+        _add_rows(used, row_starts[y], row_weights[y], row_taps, row)
+        _add_columns(row, column_starts, column_weights, column_taps, out[y], flip)
