@@ -16,9 +16,9 @@ from tqdm import tqdm
 
 from prep.execute import Show, StoppedError, WorkerDiedError, default_workers, open_pool
 from prep.files import local_path, shown, write_text_whole
-from prep.images import REJECTED, REPAIRED, ImageSettings
+from prep.images import KEPT, REJECTED, REPAIRED, ImageSettings
 from prep.index import SetIndex, load_index
-from prep.pack import REPORT_FILE, judge_task, pack
+from prep.pack import REPORT_FILE, compile_kernels, judge_task, pack
 from prep.plan import PackSettings, plan
 from prep.results import report_text
 from prep.sources import Source, open_source
@@ -129,14 +129,15 @@ def run_scan(options: Scan) -> int:
     """Judge every image; exit code 1 if one would not be kept."""
     start = time.perf_counter()
     source = _listed(options.src, options.val_labels)
-    tasks = plan(source, source.root, PackSettings(shard_bytes=16_000_000))
+    tasks = plan(source, source.root, PackSettings())
+    compile_kernels()
     with _progress(source) as show, open_pool(min(options.workers, len(tasks))) as pool:
         results = list(pool.run(judge_task, tasks, show))
     report = local_path(options.report)
     write_text_whole(report, report_text(f for result in results for f in result.findings))
     for split in source.splits:
         counts = sum((Counter(r.counts) for r in results if r.split == split), Counter[str]())
-        print(f"{split}: " + ", ".join(f"{counts[a]} {a}" for a in ("kept", REPAIRED, REJECTED)))
+        print(f"{split}: " + ", ".join(f"{counts[a]} {a}" for a in (KEPT, REPAIRED, REJECTED)))
     print(f"scanned {shown(source.root)} in {_duration(time.perf_counter() - start)}")
     print(f"report: {shown(report)}")
     return int(any(r.counts[REPAIRED] or r.counts[REJECTED] for r in results))
@@ -172,7 +173,8 @@ def run_verify(options: Verify) -> int:
 def run_info(options: Info) -> int:
     """Print what the index tells."""
     index = load_index(options.shards)
-    print(f"{shown(index.root)}: {len(index.classes.wnids)} classes ({index.source['layout']})")
+    layout = index.source.get("layout", "not packed by prep shard")
+    print(f"{shown(index.root)}: {len(index.classes.wnids)} classes ({layout})")
     _print_counts(index)
     for name, value in index.settings.items():
         print(f"{name}: {value}")
@@ -196,6 +198,7 @@ def _listed(src: Path, val_labels: Path | None) -> Source:
     )
     for note in source.notes:
         print(f"note: {note}", file=sys.stderr)
+    print("loading the kernels (the first run compiles them: half a minute)", file=sys.stderr)
     return source
 
 
@@ -224,7 +227,7 @@ def _bar(total: int) -> Iterator[Show]:
 
 def _print_counts(index: SetIndex) -> None:
     for name, split in index.splits.items():
-        counts = index.counts[name]
+        counts = index.counts.get(name, {KEPT: split.num_samples})
         gigabytes = sum(shard.num_bytes for shard in split.shards) / 1e9
         print(
             f"{name}: {split.num_samples} samples in {len(split.shards)} shards, "

@@ -33,7 +33,7 @@ class WorkerDiedError(RuntimeError):
 class Show(Protocol):
     """Is told the running totals several times a second."""
 
-    def __call__(self, num_done: int, num_bytes: int, num_rejected: int) -> None:
+    def __call__(self, num_done: int, num_bytes: int, num_rejected: int, /) -> None:
         """Show them."""
 
 

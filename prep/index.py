@@ -184,7 +184,8 @@ def _split_index(folder: Path, entry: Mapping[str, Any], num_classes: int) -> Sp
     shards = tuple(ShardInfo(**shard) for shard in entry["shards"])
     path = folder / SAMPLES_FILE
     try:
-        samples = np.load(path, mmap_mode="r", allow_pickle=False)
+        # as text: of a Path numpy asks the system for the final name, which fails on long ones
+        samples = np.load(str(path), mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise ShardError(f"{shown(path)} is missing or damaged: {error}") from error
     if samples.dtype != SAMPLE_DTYPE or samples.ndim != 1:

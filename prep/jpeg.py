@@ -130,7 +130,9 @@ def _finding(k: Any, code: int, info: npt.NDArray[np.int64]) -> tuple[str, str]:
 
 def _notes(k: Any, size: int, info: npt.NDArray[np.int64]) -> tuple[str, ...]:
     """Tell what is mended in a file that is otherwise sound."""
-    notes = ["JFIF or Adobe marker mended"] if info[k.MENDED] else []
+    notes = ["JFIF or Adobe marker mended"] if info[k.MENDED] & k.MARKER_MENDED else []
+    if info[k.MENDED] & k.ZEROS_CUT:
+        notes.append("zero bytes before the end marker cut")
     surplus = size - info[k.FILE_END]
     if info[k.NO_EOI]:
         notes.append("end marker added")

@@ -37,6 +37,7 @@ COMPONENT = 20  # then id, h, v, quantisation, DC and AC table of each of at mos
 QUANT_AT, HUFFMAN_AT = 40, 44  # four quantisation tables; four DC, then four AC tables
 NUM_INFO = 52
 
+MARKER_MENDED, ZEROS_CUT = 1, 2  # bits of MENDED
 MIN_INTERVAL_PX = 64
 HEADER_ROOM = 2048  # bytes; more than any header that `write_header` makes
 LUT_BITS = 10
@@ -286,9 +287,11 @@ def read_segment(data, marker, start, stop, info):
         kind = frame_kind(marker)
         return code if kind == OK or code in (BAD_SEGMENT, BAD_SIZE) else kind
     elif marker == 0xE0 and is_jfif(data, start, stop):
-        info[JFIF_AT], info[MENDED] = start, max(info[MENDED], data[start + 5] != 1)
+        info[JFIF_AT], info[MENDED] = start, info[MENDED] | np.int64(data[start + 5] != 1)
     elif marker == 0xEE and is_adobe(data, start, stop):
-        info[ADOBE_AT], info[MENDED] = start, max(info[MENDED], data[start + 11] > 1)
+        info[ADOBE_AT], info[MENDED] = start, info[MENDED] | np.int64(data[start + 11] > 1)
+    elif marker == 0xCC:
+        return ARITHMETIC
     elif marker == 0xD9 or marker == 0xC8 or marker == 0xDE or marker == 0xDF:
         return BAD_SEGMENT
     return OK
@@ -530,6 +533,15 @@ def marker_at(data, at):
     return (np.int64(data[at]) if at < data.size else 0), at + 1
 
 
+@kernel
+def all_zero(data, start, stop):
+    """Tell whether some bytes are padding, as odd cameras put behind the last MCU."""
+    for i in range(start, stop):
+        if data[i] != 0:
+            return False
+    return True
+
+
 @allocating_kernel
 def decode_scan(decoder, info, symbols):
     """Decode the whole scan, give a code; `info[MCU]` says how far it came."""
@@ -548,7 +560,10 @@ def decode_scan(decoder, info, symbols):
         if code == SCAN_ENDS and marker != 0 and marker != 0xD9:
             code = BAD_RESTART
         if code == OK and 8 * size - used >= 8:
-            code = SURPLUS
+            if stop == total and all_zero(clean, used + 7 >> 3, size):
+                info[MENDED] |= ZEROS_CUT
+            else:
+                code = SURPLUS
         if code != OK or stop == total:
             return code
         if marker != 0xD0 + (stop // interval - 1 & 7):
@@ -569,7 +584,7 @@ def find_end(data, info):
         info[FILE_END] = at = stop
         if marker == 0xD9:
             return OK
-        if not (marker >= 0xE0 or 0xD0 <= marker <= 0xD7 or marker == 1):
+        if not (0xE1 <= marker != 0xEE or 0xD0 <= marker <= 0xD7 or marker == 1):
             return MULTI_SCAN if marker == 0xDA else SURPLUS
 
 

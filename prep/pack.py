@@ -99,6 +99,14 @@ def _read(root: Path, path: str) -> tuple[bytes, str]:
         return b"", f"cannot be read: {error.strerror or error}"
 
 
+def compile_kernels() -> None:
+    """Compile what workers and `train` need once, before they start; later runs read the cache."""
+    from prep import jpeg, resize  # numba takes most of a second: `prep info` can do without
+
+    jpeg.warm_up()
+    resize.warm_up()
+
+
 def pack(
     source: Source, dst: Path, settings: PackSettings, num_workers: int, show: Show
 ) -> SetIndex:
@@ -130,6 +138,7 @@ def pack(
         (dst / INDEX_FILE).unlink(missing_ok=True)
         finished = {(r.split, r.shard_index): r for r in results if r is not None}
         if missing:
+            compile_kernels()
             with open_pool(min(num_workers, len(missing))) as pool:
                 for result in pool.run(pack_task, missing, show):
                     finished[result.split, result.shard_index] = result

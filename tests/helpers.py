@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import io
 import os
@@ -13,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import simplejpeg
 from numpy.typing import NDArray
 from PIL import Image
 
 from prep.execute import Show, Tick
+from prep.images import judge
 from prep.index import SAMPLES_FILE, SetIndex, SplitIndex, save_index, save_table
 from prep.labels import ClassTable
 from prep.pack import pack
@@ -141,10 +144,25 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(PROJECT), **changes}
 
 
+def pool_workers(pid: int) -> list[psutil.Process]:
+    """Give the worker processes of a running program, without Python's own helper process."""
+    children = psutil.Process(pid).children(recursive=True)
+    if os.name == "nt":
+        return children
+    return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
+
+
+@functools.cache
+def warm_up() -> None:
+    """Fill the compiler's cache on disk, so that no child process spends its time on that."""
+    judge(jpeg(0))
+
+
 def run_prep(
     *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     """Run the program as a user does, and wait for it."""
+    warm_up()
     return subprocess.run(
         [sys.executable, "-m", "prep", *map(str, arguments)],
         env=environment() if env is None else env,
@@ -187,4 +205,5 @@ def refuse_task(task: int, tick: Tick) -> int:
 def interpreter_state(task: int, tick: Tick) -> tuple[int, list[str]]:
     """Give the process id and the modules that a worker has loaded."""
     time.sleep(task / 10)
+    tick(1)
     return os.getpid(), sorted(sys.modules)

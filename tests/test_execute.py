@@ -14,6 +14,7 @@ from helpers import (
     interpreter_state,
     judge_many,
     judge_slowly,
+    pool_workers,
     quiet,
     refuse_task,
 )
@@ -58,11 +59,16 @@ def test_an_error_in_one_task_stops_the_others_at_their_next_image(num_workers: 
     assert time.perf_counter() - start < 20
 
 
-def test_leaving_the_pool_early_stops_the_work() -> None:
-    start = time.perf_counter()
-    with pytest.raises(KeyboardInterrupt), open_pool(1) as pool:
+def leave_after_the_first_result() -> None:
+    with open_pool(1) as pool:
         for _ in pool.run(judge_many, [1, 5000, 5000], quiet):
             raise KeyboardInterrupt
+
+
+def test_leaving_the_pool_early_stops_the_work() -> None:
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        leave_after_the_first_result()
     assert time.perf_counter() - start < 10
 
 
@@ -144,11 +150,7 @@ def test_workers_end_with_a_main_process_that_was_killed(tmp_path: Path) -> None
         deadline = time.monotonic() + 30
         while len(workers) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
-            workers = [
-                child
-                for child in psutil.Process(main.pid).children(recursive=True)
-                if "spawn_main" in " ".join(child.cmdline())
-            ]
+            workers = pool_workers(main.pid)
         time.sleep(0.5)
     finally:
         main.kill()

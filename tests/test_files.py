@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import errno
 import os
+import time
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from prep import files
 from prep.files import (
     RENAME_TRIES,
     local_path,
@@ -27,7 +27,7 @@ ODD_NAMES = ("a b", "it's", "50%20", "a&b", "x#1", "ends in a dot.", "数据 集
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Note the waits between two tries instead of waiting."""
     waits: list[float] = []
-    monkeypatch.setattr(files.time, "sleep", waits.append)
+    monkeypatch.setattr(time, "sleep", waits.append)
     return waits
 
 

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import io
 import time
+import zlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -345,8 +347,6 @@ def with_size(data: bytes, height: int, width: int) -> bytes:
 
 
 def claiming_png(height: int, width: int) -> bytes:
-    import zlib
-
     def chunk(kind: bytes, body: bytes) -> bytes:
         return (
             len(body).to_bytes(4, "big") + kind + body + zlib.crc32(kind + body).to_bytes(4, "big")
@@ -448,7 +448,7 @@ def test_quality_changes_the_size_of_shrunk_images_only() -> None:
         ({"quality": 101}, "--quality must be in 1..100, got 101"),
     ],
 )
-def test_settings_out_of_range_are_refused(options: dict[str, int], text: str) -> None:
+def test_settings_out_of_range_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         ImageSettings(**options)
 

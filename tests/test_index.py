@@ -75,16 +75,16 @@ def test_timm_finds_what_its_reader_wants(packed: Path) -> None:
 
 
 def test_names_of_any_script_are_kept_as_utf8(tmp_path: Path, packed: Path) -> None:
-    old = load_index(packed)
+    other = tmp_path / "other"
+    (other / "train").mkdir(parents=True)
     classes = ClassTable(wnids=("a", "数据"), names={"a": "tench", "数据": "丁鱥"})
     table = np.array([(0, 512, 1, 1)], SAMPLE_DTYPE)
-    samples, sha256 = save_table(packed / "train" / SAMPLES_FILE, [table])
-    split = SplitIndex(
-        shards=old.split("train").shards[1:2], samples=samples, samples_sha256=sha256
-    )
-    save_index(SetIndex(root=packed, classes=classes, splits={"train": split}))
-    assert "丁鱥".encode() in (packed / INDEX_FILE).read_bytes()
-    assert load_index(packed).classes == classes
+    samples, sha256 = save_table(other / "train" / SAMPLES_FILE, [table])
+    shards = load_index(packed).split("train").shards[1:2]
+    split = SplitIndex(shards=shards, samples=samples, samples_sha256=sha256)
+    save_index(SetIndex(root=other, classes=classes, splits={"train": split}))
+    assert "丁鱥".encode() in (other / INDEX_FILE).read_bytes()
+    assert load_index(other).classes == classes
 
 
 def test_a_set_without_an_index_is_not_whole(packed: Path) -> None:

@@ -265,9 +265,10 @@ def test_16_bit_quantisation_tables_and_extended_frames_are_taken() -> None:
         (lambda: replace(encode(20, 20), segment(encode(20, 20), 0xC0)[0] + 1, 0xC9), "arithmetic"),
         (lambda: replace(encode(20, 20), segment(encode(20, 20), 0xC0)[0] + 1, 0xC3), "lossless"),
         (lambda: replace(encode(20, 20), segment(encode(20, 20), 0xC0)[0] + 4, 12), "not 8 bits"),
+        (lambda: with_arithmetic_conditioning(), "arithmetic"),
         (lambda: several_scans(), "more than one scan"),
     ],
-    ids=["progressive", "cmyk", "arithmetic", "lossless", "12-bit", "scans"],
+    ids=["progressive", "cmyk", "arithmetic", "lossless", "12-bit", "conditioning", "scans"],
 )
 def test_what_the_recut_does_not_cover_is_said(make: Callable[[], bytes], reason: str) -> None:
     result = recut(make())
@@ -275,6 +276,11 @@ def test_what_the_recut_does_not_cover_is_said(make: Callable[[], bytes], reason
     assert reason in result.reason
     assert result.data is None
     assert (result.height, result.width) == (20, 20)
+
+
+def with_arithmetic_conditioning() -> bytes:
+    data = encode(20, 20)
+    return insert(data, segment(data, 0xDA)[0], b"\xff\xcc\x00\x04\x00\x10")
 
 
 def encode_cmyk() -> bytes:
@@ -341,9 +347,17 @@ def test_restart_markers_out_of_order_are_refused() -> None:
     assert recut(swapped).reason == "corrupt at MCU 2 of 24: marker missing or out of place"
 
 
+@pytest.mark.parametrize("count", [1, 2, 5, 600])
+def test_zero_bytes_before_the_end_marker_are_cut(count: int) -> None:
+    source = encode(40, 56)
+    result = recut(insert(source, len(source) - 2, bytes(count)))
+    assert result.notes == ("zero bytes before the end marker cut",)
+    assert result.data == recut(source).data
+
+
 def test_surplus_entropy_bytes_are_refused() -> None:
     data = encode(40, 120)
-    result = recut(insert(data, len(data) - 2, bytes(20)))
+    result = recut(insert(data, len(data) - 2, b"\x37" * 20))
     assert result.reason == "corrupt at MCU 24 of 24: surplus bytes"
 
 

@@ -76,7 +76,7 @@ def test_every_image_needs_a_label() -> None:
     assert labels_for(["a", "b"], {"b": 1, "a": 0, "c": 2}, "x") == {"a": 0, "b": 1}
     with pytest.raises(
         ValueError,
-        match="^x has no label for 2 of 3 validation images, for example 'b': "
+        match=r"^x has no label for 2 of 3 validation images, for example 'b': "
         "every image needs a line `name index`$",
     ):
         labels_for(["a", "b", "c"], {"a": 0}, "x")

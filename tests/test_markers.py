@@ -79,11 +79,10 @@ def test_what_is_no_jpeg_is_refused(data: bytes, text: str) -> None:
 def require_structure_or_error(data: bytes) -> None:
     try:
         found = read_structure(data)
-    except JpegError as error:
-        assert str(error)
-    else:
-        assert 2 < found.end <= len(data)
-        assert found.has_end_marker == (data[found.end - 2 : found.end] == b"\xff\xd9")
+    except JpegError:
+        return
+    assert 2 < found.end <= len(data)
+    assert found.has_end_marker == (data[found.end - 2 : found.end] == b"\xff\xd9")
 
 
 @settings(deadline=None, max_examples=200, derandomize=True)

@@ -28,9 +28,13 @@ from helpers import (
     make_source,
     pack_folder,
     pixels,
+    pool_workers,
     quiet,
     snapshot,
+    warm_up,
 )
+from prep.execute import Show
+from prep.files import local_path
 from prep.images import ImageSettings
 from prep.index import INDEX_FILE, SAMPLES_FILE, load_index
 from prep.pack import REPORT_FILE, pack
@@ -148,8 +152,8 @@ class Break(Exception):  # noqa: N818 - it stands for a Ctrl+C
     """Stops a packing from outside."""
 
 
-def stop_after(num_images: int) -> Callable[[int, int, int], None]:
-    def show(num_done: int, num_bytes: int, num_rejected: int) -> None:
+def stop_after(num_images: int) -> Show:
+    def show(num_done: int, *_: int) -> None:
         if num_done >= num_images:
             raise Break
 
@@ -169,6 +173,7 @@ def test_a_stopped_packing_continues_and_leaves_nothing_half(
 def test_an_abort_before_the_first_shard_leaves_no_shard_and_no_index(
     source: Path, tmp_path: Path
 ) -> None:
+    warm_up()
     dst = tmp_path / "shards"
     with pytest.raises(Break):
         pack(open_source(source), dst, PackSettings(), 2, stop_after(0))
@@ -260,12 +265,7 @@ def test_a_killed_worker_ends_the_program_with_one_line_and_keeps_what_is_finish
     dst = tmp_path / "shards"
     process = start_prep(dst, 2)
     assert wait_for(lambda: any(dst.glob("train/*.tmp")), process), process.communicate()
-    workers = [
-        child
-        for child in psutil.Process(process.pid).children(recursive=True)
-        if "spawn_main" in " ".join(child.cmdline())
-    ]
-    workers[0].kill()
+    pool_workers(process.pid)[0].kill()
     out, err = process.communicate(timeout=30)
     assert process.returncode == 1, err
     assert out == b""
@@ -319,7 +319,7 @@ def test_a_second_packing_into_the_same_folder_is_refused(source: Path, tmp_path
     dst = tmp_path / "shards"
     inside, leave = threading.Event(), threading.Event()
 
-    def hold(num_done: int, num_bytes: int, num_rejected: int) -> None:
+    def hold(*_: int) -> None:
         inside.set()
         leave.wait(30)
 
@@ -328,7 +328,7 @@ def test_a_second_packing_into_the_same_folder_is_refused(source: Path, tmp_path
     first.start()
     assert inside.wait(30)
     try:
-        with pytest.raises(ValueError, match="^another prep is packing into .* at this moment$"):
+        with pytest.raises(ValueError, match=r"^another prep is packing into .* at this moment$"):
             pack(found, dst, PackSettings(), 1, quiet)
     finally:
         leave.set()
@@ -365,7 +365,7 @@ def test_other_settings_into_the_same_folder_are_refused(
     before = snapshot(shards)
     with pytest.raises(
         ValueError,
-        match=rf"was begun otherwise \({text}\): give a new folder, or the same source and settings",
+        match=rf"was begun otherwise \({text}\): give a new folder, or the same source and s",
     ):
         pack(open_source(source), shards, change, 1, quiet)
     assert snapshot(shards) == before
@@ -532,8 +532,6 @@ def test_a_name_that_is_no_utf8_is_packed_and_reported(tmp_path: Path) -> None:
 
 
 def test_paths_over_260_characters_are_packed(tmp_path: Path) -> None:
-    from prep.files import local_path
-
     part = "fifty characters of a folder name and a few more .."[:50]
     deep = local_path(tmp_path / "s").joinpath("train", WNIDS[0], *[part + "x"] * 5)
     deep.mkdir(parents=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from train.resize import Span, needed, resize
+from prep.resize import Span, needed, resize
 
 side = st.integers(1, 90)
 

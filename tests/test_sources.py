@@ -75,7 +75,7 @@ def test_given_labels_win_over_class_folders_under_val(source: Path, tmp_path: P
 
 def test_a_flat_val_without_labels_is_refused(source: Path) -> None:
     flatten_val(source)
-    with pytest.raises(ValueError, match="val is flat and has no labels: put val_label.txt beside"):
+    with pytest.raises(ValueError, match=r"val is flat and has no labels: put val_label\.txt"):
         open_source(source)
 
 
@@ -213,7 +213,7 @@ def test_a_folder_that_is_no_source_is_refused_with_a_hint(source: Path, tmp_pat
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
         open_source(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="empty' has neither a train nor a val folder$"):
+    with pytest.raises(ValueError, match=r"empty' has neither a train nor a val folder$"):
         open_source(tmp_path / "empty")
     with pytest.raises(
         ValueError, match="it holds classes such as n01440764: give its parent folder"

@@ -39,6 +39,16 @@ COMMANDS = {
         run="train.evaluation:evaluate_checkpoint",
         summary="top-1 and top-5 of a checkpoint",
     ),
+    "bench": Command(
+        options="train.config:BenchConfig",
+        run="train.bench:bench",
+        summary="loader throughput: the raw folder, webdataset and shards, in turn",
+    ),
+    "demo": Command(
+        options="train.config:DemoConfig",
+        run="train.demo:demo",
+        summary="two minutes from a folder with damaged files to a trained network",
+    ),
 }
 
 

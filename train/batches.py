@@ -51,12 +51,15 @@ class LoaderSettings:
     rank: int
     world_size: int
     window_mb: int
+    samples_per_class: int | None
 
     def __post_init__(self) -> None:
         """Check the ranges."""
         lowest = {"num_workers": 0, "seed": 0} | dict.fromkeys(
             ("batch_size", "crop_size", "resize_size", "num_threads", "prefetch", "window_mb"), 1
         )
+        if self.samples_per_class is not None:
+            lowest["samples_per_class"] = 1
         for name, low in lowest.items():
             value = getattr(self, name)
             if value < low:
@@ -91,8 +94,12 @@ class BatchMaker:
         split = index.split(settings.split)
         self.wnids = index.classes.wnids
         self.samples = split.samples
+        if settings.samples_per_class is not None:
+            self.samples = split.samples[
+                first_of_each(split.samples["label"], settings.samples_per_class)
+            ]
         self._settings = settings
-        self._shard_of = np.ascontiguousarray(split.samples["shard"])
+        self._shard_of = np.ascontiguousarray(self.samples["shard"])
         self._shard_bytes = np.array([shard.num_bytes for shard in split.shards], np.int64)
         self._paths = [
             index.shard_path(settings.split, number) for number in range(len(split.shards))
@@ -239,6 +246,14 @@ class BatchMaker:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
+
+
+def first_of_each(labels: NDArray[np.integer], count: int) -> NDArray[np.intp]:
+    """Give the places of the first `count` samples of each class, ascending."""
+    by_class = np.argsort(labels, kind="stable")
+    sizes = np.bincount(labels)
+    starts = np.repeat(np.cumsum(sizes) - sizes, sizes)
+    return np.sort(by_class[np.arange(len(labels)) - starts < count])
 
 
 def _next_good(place: int, good: list[int], count: int) -> int:

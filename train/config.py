@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
+
+from prep.execute import default_workers
 
 ModelName = Literal[
     "resnet18",
@@ -26,6 +28,14 @@ ModelName = Literal[
 RecipeName = Literal["classic-60"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 AmpDtypeName = Literal["auto", "bfloat16", "float16"]
+
+
+MAX_DEFAULT_THREADS: Final = 8
+
+
+def default_threads() -> int:
+    """Count decode threads: one a core that this process may use, at most 8."""
+    return min(MAX_DEFAULT_THREADS, default_workers())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +81,7 @@ class FitConfig:
     """Share of the target spread over all classes, in training only."""
     seed: int = 0
     """Seed of the order, the crops and the first weights."""
-    num_threads: int = 8
+    num_threads: int = field(default_factory=default_threads)
     """Decode threads per rank (shards only)."""
     num_workers: int = 0
     """Loader processes per rank; 0 decodes in this process."""
@@ -133,7 +143,7 @@ class EvalConfig:
     """Side of the centre crop, in pixels; without it, as in the checkpoint's run."""
     val_resize_size: int | None = None
     """Shorter side before the crop, in pixels; without it, as in the checkpoint's run."""
-    num_threads: int = 8
+    num_threads: int = field(default_factory=default_threads)
     """Decode threads per rank (shards only)."""
     num_workers: int = 0
     """Loader processes per rank; 0 decodes in this process."""
@@ -155,6 +165,50 @@ class EvalConfig:
         for name in ("batch_size", "num_threads", "prefetch"):
             _at_least(name, getattr(self, name), 1)
         _at_least("num_workers", self.num_workers, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchConfig:
+    """Measure the loader in turn with the raw folder and webdataset; batches are thrown away.
+
+    The raw folder is read by ImageFolder, Pillow and a DataLoader with pinned memory, persistent
+    workers and prefetch 2.
+    """
+
+    out: Path = Path("bench")
+    """Folder for bench.json, bench.csv and, with the extra `plot`, bench.png."""
+    shards: Path | None = None
+    """Packed set to read with webdataset and with our loader."""
+    src: Path | None = None
+    """Raw folder to compare with; the ratios are to its first row."""
+    num_threads: tuple[int, ...] = field(default_factory=lambda: (default_threads(),))
+    """Decode threads of ours, processes of the others; several may be given."""
+    num_workers: int = 8
+    """DataLoader processes for the raw folder's first row."""
+    batch_size: int = 64
+    """Images per batch."""
+    crop_size: int = 224
+    """Side of the random crop, in pixels."""
+    num_images: int = 2000
+    """Images of one pass, at most those that there are."""
+    passes: int = 5
+    """Turns that count; one more warms up."""
+
+    def __post_init__(self) -> None:
+        if self.shards is None and self.src is None:
+            raise ValueError("give --shards, --src or both, got neither")
+        for name in ("num_workers", "batch_size", "crop_size", "num_images", "passes"):
+            _at_least(name, getattr(self, name), 1)
+        for count in self.num_threads:
+            _at_least("num_threads", count, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoConfig:
+    """Make a small set with damaged files, pack it, train, stop, resume and measure."""
+
+    out: Path = Path("shardlane-demo")
+    """New folder for the images, the shards, the run and the figures."""
 
 
 RECIPES: Final[dict[RecipeName, dict[str, object]]] = {
@@ -184,11 +238,11 @@ def recipe_flags(name: str) -> list[str]:
     """Spell a recipe as the flags that it stands for; none for an unknown name."""
     flags: list[str] = []
     for recipe, settings in RECIPES.items():
-        for field, value in settings.items() if recipe == name else ():
+        for option, value in settings.items() if recipe == name else ():
             if isinstance(value, bool):
-                flags.append(flag(field) if value else flag(f"no_{field}"))
+                flags.append(flag(option) if value else flag(f"no_{option}"))
             else:
-                flags += [flag(field), str(value)]
+                flags += [flag(option), str(value)]
     return flags
 
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from prep.execute import default_workers
 from prep.files import local_path, shown
 from prep.shards import ShardError
 from train.batches import BatchMaker, Decoded, LoaderSettings
+from train.config import default_threads
 from train.dataset import ShardDataset
 
 __all__ = ["ShardDataset", "ShardLoader", "default_threads"]
@@ -25,11 +25,6 @@ logger = logging.getLogger(__name__)
 MAX_DAMAGED_SHARE = 0.01
 MIN_DAMAGED_LIMIT = 10
 """More damaged samples in one epoch than both limits allow end the run: the disk is going."""
-
-
-def default_threads() -> int:
-    """Count decode threads: one a core that this process may use, at most 8."""
-    return min(8, default_workers())
 
 
 class ShardLoader:
@@ -58,6 +53,7 @@ class ShardLoader:
         world_size: Number of ranks.
         window_mb: Memory for packed bytes, in MB: samples are permuted inside half of it while the
             other half is being read.
+        samples_per_class: Only the first so many samples of each class; None takes all.
 
     Raises:
         ShardError: The set is not whole.
@@ -79,6 +75,7 @@ class ShardLoader:
         rank: int = 0,
         world_size: int = 1,
         window_mb: int = 1024,
+        samples_per_class: int | None = None,
     ) -> None:
         self.settings = LoaderSettings(
             shards=local_path(shards),
@@ -93,6 +90,7 @@ class ShardLoader:
             rank=rank,
             world_size=world_size,
             window_mb=window_mb,
+            samples_per_class=samples_per_class,
         )
         self._maker = BatchMaker(self.settings)
         self._workers = _Workers(self.settings) if num_workers else None

@@ -15,7 +15,7 @@ import simplejpeg
 from numpy.typing import NDArray
 
 from prep.jpeg import SCRATCH_BYTES, cut_region, image_size
-from train.resize import Span, needed, resize
+from prep.resize import Span, needed, resize
 
 Bytes = NDArray[np.uint8]
 
@@ -167,13 +167,14 @@ class Decoder:
         height, width = -(-height // reduce), -(-width // reduce)
         if len(self._pixels) < 3 * height * width:
             self._pixels = np.empty(2 * 3 * height * width, np.uint8)
-        return simplejpeg.decode_jpeg(
+        pixels: Bytes = simplejpeg.decode_jpeg(
             jpeg,
             min_height=height if reduce > 1 else 0,
             min_width=width if reduce > 1 else 0,
             min_factor=reduce,
             buffer=self._pixels,
         )
+        return pixels
 
 
 def _size(jpeg: Bytes) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """The antialiased bilinear resize, written straight into a slot of a batch.
 
-The filter is the triangle that Pillow and torch use (`antialias=True`): its support grows with the
+It lives beside the packer so that packing compiles it and the first training run need not. The
+filter is the triangle that Pillow and torch use (`antialias=True`): its support grows with the
 reduction. Rows are weighted first, then columns, in float32 and rounded once, so that a value
 differs by at most 1 from torch's, which rounds twice.
 """
@@ -53,6 +54,12 @@ def resize(pixels: Pixels, rows: Span, columns: Span, out: Pixels, *, flip: bool
     )
     if whole is not out:
         out[:] = whole
+
+
+def warm_up() -> None:
+    """Compile the kernel, or load it from numba's cache."""
+    pixels = np.zeros((2, 2, 3), np.uint8)
+    resize(pixels, Span(0, 2, 2, 0), Span(0, 2, 2, 0), pixels.copy())
 
 
 def needed(span: Span, count: int, limit: int) -> tuple[int, int]:
