@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 
 import tyro
 from tqdm import tqdm
 
 from prep.execute import Show, StoppedError, WorkerDiedError, default_workers, open_pool
-from prep.files import local_path, shown, write_text_whole
+from prep.files import local_path, print_any_path, shown, write_text_whole
 from prep.images import KEPT, REJECTED, REPAIRED, ImageSettings
 from prep.index import SetIndex, load_index
 from prep.pack import REPORT_FILE, compile_kernels, judge_task, pack
@@ -277,10 +276,8 @@ def _one_line(error: Exception) -> str:
 
 
 def entry() -> None:
-    """Run as a program; a console that lacks a character of a path shows its number instead."""
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+    """Run as a program."""
+    print_any_path()
     sys.exit(main())
 
 

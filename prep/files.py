@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from io import TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO
 from urllib.parse import unquote, urlsplit
@@ -55,6 +57,16 @@ def shown(path: Path) -> str:
     if text.startswith("\\\\?\\UNC\\"):
         return "\\" + text[7:]
     return text.removeprefix("\\\\?\\")
+
+
+def print_any_path() -> None:
+    """Let stdout and stderr take any path: a character that they lack appears as its number.
+
+    Windows starts a piped stream with "surrogateescape", which fails on such a character too.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper) and (stream.errors == "strict" or os.name == "nt"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def portable_name(name: str) -> str:

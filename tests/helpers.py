@@ -25,7 +25,7 @@ from prep.index import SAMPLES_FILE, SetIndex, SplitIndex, save_index, save_tabl
 from prep.labels import ClassTable
 from prep.pack import pack
 from prep.plan import PackSettings
-from prep.shards import ShardWriter, shard_name
+from prep.shards import SAMPLE_DTYPE, ShardInfo, ShardWriter, shard_name
 from prep.sources import open_source
 
 PROJECT = Path(__file__).parent.parent
@@ -95,6 +95,31 @@ def make_shards(
     entry = SplitIndex(shards=tuple(infos), samples=samples, samples_sha256=sha256)
     wnids = tuple(f"n{label:08d}" for label in range(num_classes))
     save_index(SetIndex(root=dst, classes=ClassTable(wnids=wnids), splits={split: entry}))
+    return dst
+
+
+def fabricate_set(dst: Path, num_shards: int, samples_per_shard: int) -> Path:
+    """Write the index of a large set whose shards do not exist."""
+    num_samples = num_shards * samples_per_shard
+    table = np.zeros(num_samples, SAMPLE_DTYPE)
+    offsets = np.arange(samples_per_shard, dtype=np.uint64) * np.uint64(110_000)
+    table["offset"] = np.tile(offsets, num_shards)
+    table["length"] = 100_000
+    table["label"] = np.arange(num_samples) % 1000
+    (dst / "train").mkdir(parents=True)
+    samples, sha256 = save_table(dst / "train" / SAMPLES_FILE, np.split(table, num_shards))
+    shards = tuple(
+        ShardInfo(
+            name=shard_name(number),
+            num_samples=samples_per_shard,
+            num_bytes=110_000 * samples_per_shard,
+            sha256="0" * 64,
+        )
+        for number in range(num_shards)
+    )
+    classes = ClassTable(wnids=tuple(f"n{label:08d}" for label in range(1000)))
+    split = SplitIndex(shards=shards, samples=samples, samples_sha256=sha256)
+    save_index(SetIndex(root=dst, classes=classes, splits={"train": split}))
     return dst
 
 

@@ -10,10 +10,12 @@ import importlib
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import tyro
 
+from prep.files import print_any_path, shown
 from train.config import recipe_flags
 
 
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def entry() -> None:
     """Start from the installed `train` program."""
+    print_any_path()
     sys.exit(main())
 
 
@@ -123,7 +126,10 @@ def _look_up(place: str) -> Any:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    text = str(error)
+    if isinstance(error, OSError) and isinstance(error.filename, str):
+        text = f"{shown(Path(error.filename))}: {error.strerror}"
+    return " ".join(text.split()) or type(error).__name__
 
 
 def _say(line: str) -> None:

@@ -112,9 +112,10 @@ class BatchMaker:
         s = self._settings
         if s.is_train:
             return num_train_steps(len(self.samples), s.batch_size, s.world_size)
-        return self._share(0).num_steps
+        return self.share(0).num_steps
 
-    def _share(self, epoch: int) -> Share:
+    def share(self, epoch: int) -> Share:
+        """Give what this rank reads in an epoch."""
         s = self._settings
         window_bytes = s.window_mb * 1_000_000 // NUM_WINDOWS
         if not s.is_train:
@@ -135,7 +136,7 @@ class BatchMaker:
         self, epoch: int, start_step: int, worker: int = 0, num_workers: int = 1
     ) -> Iterator[Decoded]:
         """Give the batches of an epoch from a step on, or every n-th of them for one worker."""
-        share = self._share(epoch).from_step(start_step).every(num_workers, worker)
+        share = self.share(epoch).from_step(start_step).every(num_workers, worker)
         if not len(share.ids):
             return
         reader = WindowReader(self._paths, self.samples, share)

@@ -51,9 +51,7 @@ def demo(config: DemoConfig, say: Say) -> None:
     pack(out, say)
     say(f"3. training ResNet-18 at 64 px for {EPOCHS} epochs, stopped and resumed on the way")
     top1_pct = train(out, say)
-    say(
-        "4. measuring the loader against the raw folder (on these small pictures: see `train bench`)"
-    )
+    say("4. measuring the loader against the raw folder, on these pictures; yours: `train bench`")
     threads = default_threads()
     rows = bench(
         BenchConfig(
