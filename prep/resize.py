@@ -121,7 +121,7 @@ def _quantise(weights, taps, whole):  # type: ignore[no-untyped-def]
         rest, largest = ONE, 0
         for k in range(taps):
             whole[i, k] = round(weights[i, k] * ONE)
-            rest -= np.int64(whole[i, k])
+            rest -= int(whole[i, k])
             if weights[i, k] > weights[i, largest]:
                 largest = k
         whole[i, largest] += np.uint64(rest)

@@ -133,11 +133,17 @@ def _contenders(config: BenchConfig) -> list[Contender]:
             Contender(kind="raw folder", path=local_path(src), num_workers=count, **shared)
             for count in dict.fromkeys(counts)
         ]
-    for count in config.num_threads if shards is not None else ():
-        for kind in ("webdataset", "shardlane"):
-            result.append(
-                Contender(kind=kind, path=local_path(shards or ""), num_workers=count, **shared)
-            )
+    kinds: list[tuple[str, Path | None]] = [
+        ("webdataset", shards),
+        *((kind, shards if kind == "timm" else src) for kind in config.peers),
+        ("shardlane", shards),
+    ]
+    result += [
+        Contender(kind=kind, path=local_path(place), num_workers=count, **shared)
+        for count in config.num_threads
+        for kind, place in kinds
+        if place is not None
+    ]
     return result
 
 

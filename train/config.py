@@ -189,6 +189,8 @@ class BenchConfig:
     """Images per batch."""
     crop_size: int = 224
     """Side of the random crop, in pixels."""
+    peers: tuple[Literal["timm", "ffcv", "dali"], ...] = ()
+    """Other loaders to measure too, where they are installed; ffcv and dali read --src."""
     num_images: int = 2000
     """Images of one pass, at most those that there are."""
     passes: int = 5

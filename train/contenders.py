@@ -26,11 +26,11 @@ class Contender:
     """One loader and its settings."""
 
     kind: str
-    """`raw folder`, `webdataset` or `shardlane`."""
+    """`raw folder`, `webdataset`, `shardlane`, or one of `train.peers`."""
     path: Path
     """The raw folder, or the packed set."""
     num_workers: int
-    """Processes, or decode threads for `shardlane`."""
+    """Processes, or decode threads where the loader has those."""
     batch_size: int
     crop_size: int
     num_images: int
@@ -39,12 +39,8 @@ class Contender:
     @property
     def name(self) -> str:
         """Give the row's name in the table."""
-        return f"{self.kind}, {self.num_workers} {'threads' if self.is_ours else 'workers'}"
-
-    @property
-    def is_ours(self) -> bool:
-        """Tell whether this is our loader."""
-        return self.kind == "shardlane"
+        what = "threads" if self.kind in ("shardlane", "ffcv", "dali") else "workers"
+        return f"{self.kind}, {self.num_workers} {what}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +69,7 @@ def serve(contender: Contender, pipe: Connection) -> None:
     pipe.send("ready")
     while pipe.recv() == "pass":
         started, cpu = time.perf_counter(), _cpu_seconds()
-        passes = passes if passes is not None else BUILDERS[contender.kind](contender)
+        passes = passes if passes is not None else _build(contender)
         first_batch_s, num_images = 0.0, 0
         for images, _ in _batches(passes, contender.num_images):
             first_batch_s = first_batch_s or time.perf_counter() - started
@@ -86,6 +82,14 @@ def serve(contender: Contender, pipe: Connection) -> None:
                 cpu_s=_cpu_seconds() - cpu,
             )
         )
+
+
+def _build(contender: Contender) -> Iterable[Any]:
+    if contender.kind in BUILDERS:
+        return BUILDERS[contender.kind](contender)
+    from train.peers import PEERS
+
+    return PEERS[contender.kind](contender)
 
 
 def _batches(passes: Iterable[Any], num_images: int) -> Iterable[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import closing
 
+from prep.files import local_path
 from train.checkpoint import Checkpoint, load_checkpoint
 from train.config import EvalConfig
 from train.loop import BatchSource, Scores, evaluate
@@ -24,7 +25,7 @@ def evaluate_checkpoint(config: EvalConfig, say: Say) -> Scores:
     """
     world = read_world()
     device = pick_device(config.device, world)
-    checkpoint = load_checkpoint(config.checkpoint)
+    checkpoint = load_checkpoint(local_path(config.checkpoint))
     crop_size = config.val_crop_size or checkpoint.config["val_crop_size"]
     resize_size = config.val_resize_size or checkpoint.config["val_resize_size"]
     if crop_size > resize_size:

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch import nn
 
+from prep.files import local_path, shown
 from train import resume
 from train.checkpoint import Checkpoint, save_checkpoint
 from train.config import FitConfig
@@ -124,6 +125,7 @@ class _Run:
     ) -> None:
         refuse_sources(config, train, val, world)
         self._config, self._train, self._val, self._world = config, train, val, world
+        self._out = local_path(config.out)
         self._say = say if world.is_main else lambda _line: None
         self._precision = choose_precision(config, device)
         self._resolved = resolve(config, train, world, self._precision)
@@ -162,7 +164,7 @@ class _Run:
         epochs = self._config.epochs
         if self._state.epoch >= epochs:
             self._say(
-                f"{self._config.out}: finished already, {epochs} epochs, "
+                f"{shown(self._out)}: finished already, {epochs} epochs, "
                 f"best top-1 {self._best_top1_pct:.2f} %"
             )
         while self._state.epoch < epochs:
@@ -258,7 +260,7 @@ class _Run:
 
     def _leave(self, stop: StopSignal) -> FitResult:
         where = f"epoch {self._state.epoch + 1}, step {self._state.step}/{self._num_steps}"
-        text = f"saved {self._config.out / 'last.pt'} at {where}; the same command continues"
+        text = f"saved {shown(self._out / 'last.pt')} at {where}; the same command continues"
         if stop.name is not None or self._stop_agreed:
             raise Interrupted(f"{stop.name or 'another rank was stopped'}: {text}")
         self._say(f"--stop-after-steps {self._config.stop_after_steps}: {text}")
@@ -294,10 +296,10 @@ class _Run:
             wnids=list(self._train.wnids),
             data=self._identity,
         )
-        save_checkpoint(self._config.out / name, checkpoint)
+        save_checkpoint(self._out / name, checkpoint)
 
     def _start_records(self, checkpoint: Checkpoint | None) -> None:
-        out, device = self._config.out, self._precision.device
+        out, device = self._out, self._precision.device
         out.mkdir(parents=True, exist_ok=True)
         if checkpoint is None:
             for name in ("last.pt", "best.pt"):

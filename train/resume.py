@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from prep.files import local_path
 from train.checkpoint import Checkpoint, load_checkpoint
 from train.config import FitConfig, flag
 from train.loop import EpochState, Learner
@@ -31,10 +31,10 @@ def find_checkpoint(config: FitConfig) -> Checkpoint | None:
     """Load what `--resume` names, or `last.pt` of the run folder; None to start afresh."""
     if config.resume == "none":
         return None
-    last = config.out / "last.pt"
+    last = local_path(config.out) / "last.pt"
     if config.resume == "auto":
         return load_checkpoint(last) if last.is_file() else None
-    return load_checkpoint(Path(config.resume))
+    return load_checkpoint(local_path(config.resume))
 
 
 def refuse_changes(
