@@ -10,7 +10,7 @@ import platform
 import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -27,6 +27,8 @@ from train.contenders import Contender, Pass, serve
 
 SAMPLE_S: Final = 0.2
 """Between two looks at the memory of a contender."""
+STOP_S: Final = 10.0
+"""Time that a contender has to end by itself."""
 BUSY_PCT: Final = 10.0
 """Of the machine's processor time: more than this used by others is said."""
 COLUMNS: Final = (
@@ -182,9 +184,12 @@ def _children(records: Sequence[Record]) -> Iterator[list[tuple[Connection, Spaw
         yield children
     finally:
         for pipe, process in children:
-            pipe.close()
+            with suppress(OSError):  # it may be dead already
+                pipe.send("stop")
+            process.join(STOP_S)
             process.terminate()
             process.join()
+            pipe.close()
 
 
 def _one_pass(record: Record, pipe: Connection, process: SpawnProcess) -> Pass:
