@@ -7,6 +7,12 @@ from pathlib import Path
 import pytest
 
 from helpers import make_source, pack_folder
+from prep.pack import compile_kernels
+
+
+def pytest_sessionstart() -> None:
+    """Compile the kernels before xdist starts its workers, which then read them from the cache."""
+    compile_kernels()
 
 
 @pytest.fixture

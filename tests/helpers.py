@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import io
 import os
@@ -20,7 +19,6 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from prep.execute import Show, Tick
-from prep.images import judge
 from prep.index import SAMPLES_FILE, SetIndex, SplitIndex, save_index, save_table
 from prep.labels import ClassTable
 from prep.pack import pack
@@ -177,17 +175,10 @@ def pool_workers(pid: int) -> list[psutil.Process]:
     return [child for child in children if "spawn_main" in " ".join(child.cmdline())]
 
 
-@functools.cache
-def warm_up() -> None:
-    """Fill the compiler's cache on disk, so that no child process spends its time on that."""
-    judge(jpeg(0))
-
-
 def run_prep(
     *arguments: str | Path, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> subprocess.CompletedProcess[bytes]:
     """Run the program as a user does, and wait for it."""
-    warm_up()
     return subprocess.run(
         [sys.executable, "-m", "prep", *map(str, arguments)],
         env=environment() if env is None else env,

@@ -31,7 +31,6 @@ from helpers import (
     pool_workers,
     quiet,
     snapshot,
-    warm_up,
 )
 from prep.execute import Show
 from prep.files import local_path
@@ -173,7 +172,6 @@ def test_a_stopped_packing_continues_and_leaves_nothing_half(
 def test_an_abort_before_the_first_shard_leaves_no_shard_and_no_index(
     source: Path, tmp_path: Path
 ) -> None:
-    warm_up()
     dst = tmp_path / "shards"
     with pytest.raises(Break):
         pack(open_source(source), dst, PackSettings(), 2, stop_after(0))

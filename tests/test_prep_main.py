@@ -26,7 +26,6 @@ from helpers import (
     pixels,
     run_prep,
     snapshot,
-    warm_up,
     with_segments,
 )
 from prep.__main__ import RUNNERS, main
@@ -215,7 +214,6 @@ def test_defaults_are_owned_by_the_dataclass(name: str) -> None:
 
 def test_the_first_progress_comes_early_and_not_only_at_the_end(tmp_path: Path) -> None:
     make_source(tmp_path / "s", num_train=45, num_val=5)
-    warm_up()
     src, dst = str(tmp_path / "s"), str(tmp_path / "out")
     arguments = ["shard", "--src", src, "--dst", dst, "--workers", "1"]
     process = subprocess.Popen(
