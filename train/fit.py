@@ -17,18 +17,18 @@ from train.config import FitConfig
 from train.loop import (
     BatchSource,
     EpochState,
-    Scores,
     evaluate,
     mean_loss,
     refuse_nonfinite,
     train_epoch,
 )
-from train.metrics import EpochLog, EpochRow, Progress, format_row
+from train.metrics import EpochLog, Progress, format_row
 from train.model import build_model, refuse_softmax
 from train.run import (
     Say,
     choose_precision,
     describe,
+    epoch_row,
     identify,
     list_raw,
     new_learner,
@@ -229,7 +229,15 @@ class _Run:
         share_buffers(self._model, self._world)
         scores = evaluate(self._model, self._val, self._precision, self._world)
         refuse_nonfinite(scores.loss, f"val loss after epoch {state.epoch + 1}")
-        row = self._row(train_loss, scores, time.perf_counter() - started)
+        row = epoch_row(
+            state,
+            scores,
+            train_loss=train_loss,
+            val_seconds=time.perf_counter() - started,
+            lr=self._learner.lr_at((state.epoch + 1) * self._num_steps - 1),
+            num_steps=self._num_steps,
+            world=self._world,
+        )
         self._state = self._new_state(state.epoch + 1)
         if scores.top1_pct > self._best_top1_pct:
             self._best_top1_pct = scores.top1_pct
@@ -238,25 +246,6 @@ class _Run:
             self._log.append(row)
         self._save("last.pt")
         self._say(format_row(row, self._config.epochs))
-
-    def _row(self, train_loss: float, scores: Scores, val_seconds: float) -> EpochRow:
-        state = self._state
-        counts = torch.tensor([state.num_images, state.num_damaged], device=self._precision.device)
-        num_images, num_damaged = sum_over_ranks(counts, self._world).tolist()
-        step = (state.epoch + 1) * self._num_steps
-        return EpochRow(
-            epoch=state.epoch + 1,
-            step=step,
-            lr=self._learner.lr_at(step - 1),
-            train_loss=train_loss,
-            val_loss=scores.loss,
-            top1_pct=scores.top1_pct,
-            top5_pct=scores.top5_pct,
-            seconds=state.seconds + val_seconds,
-            img_per_s=num_images / max(state.seconds, 1e-9),
-            data_wait_pct=100 * state.data_wait_s / max(state.seconds, 1e-9),
-            num_damaged=num_damaged,
-        )
 
     def _leave(self, stop: StopSignal) -> FitResult:
         where = f"epoch {self._state.epoch + 1}, step {self._state.step}/{self._num_steps}"

@@ -19,11 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from prep.files import local_path, write_text_whole
 from prep.sources import Source, open_source
 from train.config import EvalConfig, FitConfig, to_dict
-from train.loop import BatchSource, Learner, Precision
+from train.loop import BatchSource, EpochState, Learner, Precision, Scores
+from train.metrics import EpochRow
 from train.model import parameter_groups
 from train.raw import RawLoader
 from train.schedule import lr_at, scaled_lr
-from train.world import World
+from train.world import World, sum_over_ranks
 
 Say = Callable[[str], None]
 
@@ -239,3 +240,32 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
+
+
+def epoch_row(
+    state: EpochState,
+    scores: Scores,
+    *,
+    train_loss: float,
+    val_seconds: float,
+    lr: float,
+    num_steps: int,
+    world: World,
+) -> EpochRow:
+    """Give the log's row of a finished epoch; counts are summed over the ranks."""
+    counts = torch.tensor([state.num_images, state.num_damaged], device=state.loss_sum.device)
+    num_images, num_damaged = sum_over_ranks(counts, world).tolist()
+    seconds = max(state.seconds, 1e-9)
+    return EpochRow(
+        epoch=state.epoch + 1,
+        step=(state.epoch + 1) * num_steps,
+        lr=lr,
+        train_loss=train_loss,
+        val_loss=scores.loss,
+        top1_pct=scores.top1_pct,
+        top5_pct=scores.top5_pct,
+        seconds=state.seconds + val_seconds,
+        img_per_s=num_images / seconds,
+        data_wait_pct=100 * state.data_wait_s / seconds,
+        num_damaged=num_damaged,
+    )
