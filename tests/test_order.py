@@ -147,8 +147,10 @@ def test_workers_take_turns_over_the_batches(
     assert [sample for batch in batches for sample in batch] == share.ids.tolist()
 
 
-def test_windows_are_filled_up_to_their_size() -> None:
-    assert window_of_shard(np.array([4, 4, 4, 9, 1, 1]), 8).tolist() == [0, 0, 1, 2, 3, 3]
+def test_windows_double_up_to_their_size() -> None:
+    sizes = np.array([1, 1, 1, 4, 3, 5, 8, 200, 32, 32, 30, 40, 60])
+    windows = [0, 1, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9]
+    assert window_of_shard(sizes, 64).tolist() == windows
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0)])

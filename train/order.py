@@ -9,6 +9,9 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.int64]
 
+FIRST_WINDOW_PART = 64
+"""The first window of an epoch is this part of a whole one."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
@@ -54,16 +57,17 @@ def num_train_steps(num_samples: int, batch_size: int, world_size: int) -> int:
 def window_of_shard(shard_bytes: NDArray[np.int64], window_bytes: int) -> Ids:
     """Group shards, in the order given, into windows of at most `window_bytes`.
 
-    A shard that is larger than a window makes one of its own.
+    A shard that is larger than a window makes one of its own. The first windows are small and each
+    may be twice the one before, so that an epoch begins after one shard is read.
 
     Returns:
         `(num_shards,)` window numbers, ascending from 0.
     """
     windows = np.empty(len(shard_bytes), np.int64)
-    window, filled = 0, 0
+    window, filled, limit = 0, 0, window_bytes // FIRST_WINDOW_PART
     for place, size in enumerate(shard_bytes.tolist()):
-        if filled and filled + size > window_bytes:
-            window, filled = window + 1, 0
+        if filled and filled + size > limit:
+            window, filled, limit = window + 1, 0, min(2 * limit, window_bytes)
         windows[place] = window
         filled += size
     return windows
