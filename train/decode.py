@@ -112,7 +112,7 @@ class Decoder:
         height, width = _size(jpeg)
         box = train_box(height, width, uniforms)
         reduce = _reduction(box, out.shape[0])
-        pixels, top, left, scale = self._decode(jpeg, box, reduce)
+        pixels, top, left, scale = self._decode(jpeg, (height, width), box, reduce)
         resize(
             pixels,
             Span(top, box.height * scale, out.shape[0], 0),
@@ -140,7 +140,7 @@ class Decoder:
         top, bottom = needed(rows, part.shape[0], height)
         left, right = needed(columns, part.shape[1], width)
         box = Box(top, left, bottom - top, right - left)
-        pixels, y, x, _ = self._decode(jpeg, box, 1)
+        pixels, y, x, _ = self._decode(jpeg, (height, width), box, 1)
         resize(
             pixels,
             rows._replace(start=float(y - top)),
@@ -148,7 +148,9 @@ class Decoder:
             part,
         )
 
-    def _decode(self, jpeg: Bytes, box: Box, reduce: int) -> tuple[Bytes, float, float, float]:
+    def _decode(
+        self, jpeg: Bytes, size: tuple[int, int], box: Box, reduce: int
+    ) -> tuple[Bytes, float, float, float]:
         """Decode what lies under a box, by its restart segments where the file has them.
 
         Returns:
@@ -158,13 +160,13 @@ class Decoder:
             self._jpeg = np.empty(2 * (len(jpeg) + SCRATCH_BYTES), np.uint8)
         region = cut_region(jpeg, box, self._jpeg, reduce=reduce)
         if region is None:
-            return self._pixels_of(jpeg, reduce), box.top / reduce, box.left / reduce, 1 / reduce
-        pixels = self._pixels_of(self._jpeg[: region.size], reduce)
+            pixels = self._pixels_of(jpeg, size, reduce)
+            return pixels, box.top / reduce, box.left / reduce, 1 / reduce
+        pixels = self._pixels_of(self._jpeg[: region.size], (region.height, region.width), reduce)
         return pixels, region.top / reduce, region.left / reduce, 1 / reduce
 
-    def _pixels_of(self, jpeg: Bytes, reduce: int) -> Bytes:
-        height, width = _size(jpeg)
-        height, width = -(-height // reduce), -(-width // reduce)
+    def _pixels_of(self, jpeg: Bytes, size: tuple[int, int], reduce: int) -> Bytes:
+        height, width = -(-size[0] // reduce), -(-size[1] // reduce)
         if len(self._pixels) < 3 * height * width:
             self._pixels = np.empty(2 * 3 * height * width, np.uint8)
         pixels: Bytes = simplejpeg.decode_jpeg(

@@ -31,7 +31,7 @@ class Window:
     """Place of its first sample in the share."""
     num_samples: int
     samples: list[Bytes]
-    """`(length,)` uint8 each; shorter than listed where a shard is cut or gone."""
+    """`(length,)` uint8 each; empty where a shard ends before the sample, or is gone."""
     _left: int
     _lock: threading.Lock
     _slots: threading.Semaphore
@@ -127,8 +127,10 @@ def _read_ranges(path: Path, starts: Ids, stops: Ids) -> Iterator[Bytes]:
                 first, last = int(starts[run[0]]), int(stops[run[-1]])
                 data = np.empty(last - first, np.uint8)
                 file.seek(first)
-                data = data[: _fill(file, data.data)]
-                yield from (data[starts[i] - first : stops[i] - first] for i in run)
+                end = first + _fill(file, data.data)
+                for i in run:
+                    whole = stops[i] <= end
+                    yield data[starts[i] - first : stops[i] - first] if whole else _EMPTY
     except FileNotFoundError:
         yield from (_EMPTY for _ in starts)
 
