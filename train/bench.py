@@ -158,7 +158,7 @@ def _measure(records: Sequence[Record], num_passes: int) -> float:
                 if turn == 0:
                     _chill(record.contender)
                 before = psutil.cpu_times()
-                done = _one_pass(record, pipe, process)
+                done = _one_pass(record, pipe, process, watched=turn == 0)
                 after = psutil.cpu_times()
                 record.passes.append(done)
                 ours_s += done.cpu_s
@@ -192,8 +192,8 @@ def _children(records: Sequence[Record]) -> Iterator[list[tuple[Connection, Spaw
             pipe.close()
 
 
-def _one_pass(record: Record, pipe: Connection, process: SpawnProcess) -> Pass:
-    """Have one pass made and watch the memory of its processes."""
+def _one_pass(record: Record, pipe: Connection, process: SpawnProcess, *, watched: bool) -> Pass:
+    """Have one pass made; watching the memory slows it, so only the warm-up is watched."""
     done = threading.Event()
     peak = [0]
 
@@ -202,13 +202,15 @@ def _one_pass(record: Record, pipe: Connection, process: SpawnProcess) -> Pass:
             peak[0] = max(peak[0], _memory(process.pid or 0))
 
     watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
+    if watched:
+        watcher.start()
     pipe.send("pass")
     try:
         result: Pass = _receive(record, pipe)
     finally:
         done.set()
-        watcher.join()
+        if watched:
+            watcher.join()
     record.peak_bytes = max(record.peak_bytes, peak[0])
     return result
 
