@@ -9,6 +9,7 @@ import os
 import platform
 import statistics
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from train.contenders import Contender, Pass, serve
 
 SAMPLE_S: Final = 0.2
 """Between two looks at the memory of a contender."""
+SETTLE_S: Final = 0.5
+"""Before each pass: some loaders read ahead after their own is over."""
 STOP_S: Final = 10.0
 """Time that a contender has to end by itself."""
 BUSY_PCT: Final = 10.0
@@ -155,6 +158,7 @@ def _measure(records: Sequence[Record], num_passes: int) -> float:
     with _children(records) as pipes:
         for turn in range(num_passes + 1):
             for record, (pipe, process) in zip(records, pipes, strict=True):
+                time.sleep(SETTLE_S)
                 if turn == 0:
                     _chill(record.contender)
                 before = psutil.cpu_times()
