@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -28,9 +29,6 @@ from prep.pack import compile_kernels, pack, pack_task
 from prep.plan import WORK_FOLDER, PackSettings, plan
 from prep.resize import Span, resize
 from prep.sources import Source, SourceImage, open_source
-from train.data import ShardLoader
-from train.decode import NUM_UNIFORMS, Decoder, train_box
-from train.order import uniforms
 
 TURNS = 7
 COPIES = 5
@@ -158,6 +156,8 @@ def steady_rate(source: Source, dst: Path, workers: int) -> tuple[float, int]:
 
 def measure_index() -> None:
     """Print the time to load a made-up index of ImageNet's size, and its memory."""
+    from train.data import ShardLoader  # not above: pack workers import this file, and no torch
+
     with tempfile.TemporaryDirectory() as folder:
         shards = fabricate_set(Path(folder) / "set", num_shards=1280, samples_per_shard=1000)
         process = psutil.Process()
@@ -182,6 +182,9 @@ def measure_index() -> None:
 
 def measure_decode(shards: Path) -> None:
     """Print what each step of the loader's decoding costs, and the limit that bounds it."""
+    from train.decode import NUM_UNIFORMS, Decoder
+    from train.order import uniforms
+
     index = load_index(shards)
     samples = index.split("train").samples
     data = []
@@ -208,13 +211,15 @@ def measure_decode(shards: Path) -> None:
 
 
 def sample_costs(
-    decoder: Decoder,
+    decoder: Any,
     jpeg: np.ndarray[tuple[int], np.dtype[np.uint8]],
     row: list[float],
     out: np.ndarray[tuple[int, int, int], np.dtype[np.uint8]],
     scratch: np.ndarray[tuple[int], np.dtype[np.uint8]],
 ) -> dict[str, float]:
     """Time one sample's steps; the limit is a full decode, scaled to the crop's share of it."""
+    from train.decode import train_box
+
     pixels = simplejpeg.decode_jpeg(jpeg)
     height, width = pixels.shape[:2]
     box = train_box(height, width, row)
