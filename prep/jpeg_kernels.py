@@ -3,6 +3,9 @@
 Every kernel takes a read-only contiguous `(N,)` uint8 file and treats it as hostile: each read is
 checked against its length first. Findings come back as one of the codes below.
 
+They stand in one file on purpose: numba's cache on disk looks at the file of the outermost kernel
+only, so that kernels in several files could be served stale after an update.
+
 Terms and table layouts follow ITU-T T.81 (https://www.w3.org/Graphics/JPEG/itu-t81.pdf).
 """
 

@@ -121,6 +121,11 @@ def fabricate_set(dst: Path, num_shards: int, samples_per_shard: int) -> Path:
     return dst
 
 
+def array_of(image: Image.Image) -> NDArray[np.uint8]:
+    """Give a picture's `(h, w, 3)` pixels; a transform that worker processes can import."""
+    return np.array(image)
+
+
 def decoded(data: bytes) -> NDArray[np.uint8]:
     """Decode a JPEG to RGB; any complaint of the decoder is an error."""
     array: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, colorspace="RGB", strict=True)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from prep.files import local_path
 from train.checkpoint import load_checkpoint, save_checkpoint
 from train.config import FitConfig
 from train.fit import FitResult, fit_sources
@@ -167,6 +168,13 @@ def test_a_finished_run_says_so_and_does_nothing(unbroken: Path) -> None:
     assert f"{unbroken}: finished already, 3 epochs, best top-1 " in lines[-1]
     assert (unbroken / "last.pt").read_bytes() == before
     assert len(rows(unbroken)) == 3
+
+
+def test_a_run_folder_may_be_an_address_and_its_path_long(tmp_path: Path) -> None:
+    out = tmp_path.joinpath(*["a folder of fifty characters, give or take one or two"] * 5, "跑 1")
+    run(Path(out.as_uri()), stop_after_steps=2)
+    assert run(out).num_steps == 13
+    assert (local_path(out) / "best.pt").is_file()
 
 
 def test_resume_none_starts_over_and_leaves_nothing_of_before(tmp_path: Path) -> None:

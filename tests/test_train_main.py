@@ -229,7 +229,12 @@ def test_two_ranks_train_alike_and_count_each_image_once(raw: Path, tmp_path: Pa
         )
         for rank in range(2)
     ]
-    ended = [rank.communicate(timeout=280) for rank in ranks]
+    try:
+        ended = [rank.communicate(timeout=280) for rank in ranks]
+    finally:  # ranks that wait for each other would outlive the test
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
     assert [rank.returncode for rank in ranks] == [0, 0], ended
     assert "epoch 2/2" in ended[0][0]
     assert ended[1][0] == ""
