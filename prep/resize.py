@@ -2,8 +2,8 @@
 
 It lives beside the packer so that packing compiles it and the first training run need not. The
 filter is the triangle that Pillow and torch use (`antialias=True`): its support grows with the
-reduction. Rows are weighed first, in float32, then columns, in integers. A value differs by at most
-1 from torch's, which rounds to whole levels in between.
+reduction. Rows are weighed first, in float32, then columns, in integers where few pixels are
+weighed. A value differs by at most 1 from torch's, which rounds to whole levels in between.
 """
 
 from __future__ import annotations
@@ -171,29 +171,31 @@ _add_2, _add_3, _add_4, _add_5 = (_column_adder(num_taps) for num_taps in (2, 3,
 
 
 @_kernel
-def _add_many(packed, starts, weights, taps, line):  # type: ignore[no-untyped-def]
+def _add_many(row, starts, weights, taps, line):  # type: ignore[no-untyped-def]
+    """Weigh the columns in float32: over many taps the rounding of integer weights adds up."""
     for i in range(len(starts)):
-        start, total = starts[i], _HALF
+        red = green = blue = np.float32(1.5)  # rounds; `row` holds half a quarter already
         for k in range(taps):
-            total += packed[start + k] * weights[i, k]
-        line[3 * i] = np.uint8(total >> _SHIFT)
-        line[3 * i + 1] = np.uint8(total >> _SHIFT + _GREEN)
-        line[3 * i + 2] = np.uint8(total >> _SHIFT + _BLUE)
+            j, weight = 3 * (starts[i] + k), weights[i, k]
+            red += row[j] * weight
+            green += row[j + 1] * weight
+            blue += row[j + 2] * weight
+        line[3 * i] = np.uint8(red / QUARTERS)
+        line[3 * i + 1] = np.uint8(green / QUARTERS)
+        line[3 * i + 2] = np.uint8(blue / QUARTERS)
 
 
 @_kernel
-def _add_columns(packed, starts, weights, taps, line):  # type: ignore[no-untyped-def]
-    """Weigh the columns of one row into bytes; usual numbers of taps have loops of their own."""
+def _add_few(packed, starts, weights, taps, line):  # type: ignore[no-untyped-def]
+    """Weigh the columns of one row into bytes; each number of taps has a loop of its own."""
     if taps == 2:
         _add_2(packed, starts, weights, line)
     elif taps == 3:
         _add_3(packed, starts, weights, line)
     elif taps == 4:
         _add_4(packed, starts, weights, line)
-    elif taps == 5:
-        _add_5(packed, starts, weights, line)
     else:
-        _add_many(packed, starts, weights, taps, line)
+        _add_5(packed, starts, weights, line)
 
 
 @_kernel
@@ -215,9 +217,13 @@ def _resize(pixels, rows, columns, out, flip):  # type: ignore[no-untyped-def]
     _quantise(column_weights, column_taps, whole)
     if flip:
         column_starts, whole = column_starts[::-1].copy(), whole[::-1].copy()
+        column_weights = column_weights[::-1].copy()
     row = np.empty(used.shape[1], np.float32)
     packed = np.empty(used.shape[1] // 3, np.uint64)
     for y in range(num_rows):
         _add_rows(used, row_starts[y], row_weights[y], row_taps, row)
-        _pack(row, packed)
-        _add_columns(packed, column_starts, whole, column_taps, out[y])
+        if 2 <= column_taps <= 5:
+            _pack(row, packed)
+            _add_few(packed, column_starts, whole, column_taps, out[y])
+        else:
+            _add_many(row, column_starts, column_weights, column_taps, out[y])

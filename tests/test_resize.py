@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -34,6 +34,8 @@ def difference(a: NDArray[np.uint8], b: NDArray[np.uint8]) -> int:
     seed=st.integers(0, 9),
     flip=st.booleans(),
 )
+@example(height=20, width=56, out_height=40, out_width=2, seed=2, flip=False)
+@example(height=36, width=2335, out_height=71, out_width=1, seed=0, flip=True)
 @settings(deadline=None, max_examples=150)
 def test_a_whole_picture_comes_out_as_from_torch(
     height: int, width: int, out_height: int, out_width: int, seed: int, flip: bool
@@ -80,3 +82,11 @@ def test_a_box_between_pixels_keeps_a_ramp() -> None:
     resize(ramp, Span(0, 20, 4, 0), Span(10.5, 80, 40, 0), out)
     centres = 10.5 + 2 * (np.arange(40) + 0.5) - 0.5
     assert np.abs(out[2, 1:-1, 0] - centres[1:-1]).max() <= 1
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 50])
+def test_a_picture_shrunk_strongly_stays_within_one_level(size: int) -> None:
+    pixels = np.random.default_rng(1).integers(0, 256, (300, 900, 3), dtype=np.uint8)
+    out = np.empty((size, size, 3), np.uint8)
+    resize(pixels, Span(0, 300, size, 0), Span(0, 900, size, 0), out, flip=True)
+    assert difference(out, torch_resize(pixels, size, size)[:, ::-1]) <= 1
