@@ -115,6 +115,7 @@ def run_shard(options: Shard) -> int:
     )
     start = time.perf_counter()
     source = _listed(options.src, options.val_labels)
+    _load_kernels()
     with _progress(source) as show:
         index = pack(source, options.dst, settings, options.workers, show)
     _print_counts(index)
@@ -129,7 +130,7 @@ def run_scan(options: Scan) -> int:
     start = time.perf_counter()
     source = _listed(options.src, options.val_labels)
     tasks = plan(source, source.root, PackSettings())
-    compile_kernels()
+    _load_kernels()
     with _progress(source) as show, open_pool(min(options.workers, len(tasks))) as pool:
         results = list(pool.run(judge_task, tasks, show))
     report = local_path(options.report)
@@ -197,8 +198,13 @@ def _listed(src: Path, val_labels: Path | None) -> Source:
     )
     for note in source.notes:
         print(f"note: {note}", file=sys.stderr)
-    print("loading the kernels (the first run compiles them: half a minute)", file=sys.stderr)
     return source
+
+
+def _load_kernels() -> None:
+    """Say what the first run takes its time for."""
+    print("loading the kernels (the first run compiles them: half a minute)", file=sys.stderr)
+    compile_kernels()
 
 
 def _progress(source: Source) -> AbstractContextManager[Show]:

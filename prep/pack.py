@@ -151,10 +151,10 @@ def _claimed(dst: Path, tasks: Sequence[ShardTask], settings: PackSettings) -> I
     """Hold the destination for this process: made, locked, and known to belong to this plan."""
     work = dst / WORK_FOLDER
     if dst.exists() and not dst.is_dir():
-        raise ValueError(f"--dst {shown(dst)!r} is a file: give a folder")
+        raise ValueError(f"--dst '{shown(dst)}' is a file: give a folder")
     if dst.is_dir() and not work.is_dir() and any(dst.iterdir()):
         raise ValueError(
-            f"--dst {shown(dst)!r} is not empty and was not begun by prep: give a new folder"
+            f"--dst '{shown(dst)}' is not empty and was not begun by prep: give a new folder"
         )
     work.mkdir(parents=True, exist_ok=True)
     lock = FileLock(work / "lock", timeout=0)
@@ -185,7 +185,7 @@ def _require_same_plan(dst: Path, plan_now: dict[str, Any]) -> None:
     ]
     if changed:
         raise ValueError(
-            f"--dst {shown(dst)!r} was begun otherwise ({changed[0]}): "
+            f"--dst '{shown(dst)}' was begun otherwise ({changed[0]}): "
             "give a new folder, or the same source and settings"
         )
 

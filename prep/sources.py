@@ -228,7 +228,7 @@ def _val_label_file(root: Path, val_labels: Path | None) -> Path:
     if val_labels is not None:
         path = local_path(val_labels)
         if not path.is_file():
-            raise ValueError(f"--val-labels {shown(path)!r} is not a file")
+            raise ValueError(f"--val-labels '{shown(path)}' is not a file")
         return path
     for path in (root / VAL_LABEL_FILE, root / "val" / VAL_LABEL_FILE):
         if path.is_file():
@@ -241,10 +241,10 @@ def _val_label_file(root: Path, val_labels: Path | None) -> Path:
 
 def _not_a_source(root: Path) -> str:
     if not root.is_dir():
-        return f"--src {shown(root)!r} is not a folder"
+        return f"--src '{shown(root)}' is not a folder"
     inside = [name for name in class_folders(root) if name[:1] == "n" and name[1:].isdecimal()]
     hint = f"; it holds classes such as {inside[0]}: give its parent folder" if inside else ""
-    return f"--src {shown(root)!r} has neither a train nor a val folder{hint}"
+    return f"--src '{shown(root)}' has neither a train nor a val folder{hint}"
 
 
 def _notes(

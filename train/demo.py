@@ -44,7 +44,7 @@ def demo(config: DemoConfig, say: Say) -> None:
     started = time.perf_counter()
     out = local_path(config.out)
     if out.is_dir() and any(out.iterdir()):
-        raise ValueError(f"--out {shown(out)!r} is not empty: give a new folder")
+        raise ValueError(f"--out '{shown(out)}' is not empty: give a new folder")
     say(f"1. making images of {NUM_CLASSES} classes, some of them damaged: {shown(out / 'source')}")
     make_images(out)
     say("2. packing them")
