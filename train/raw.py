@@ -21,6 +21,7 @@ from torchvision.datasets.folder import default_loader
 
 from prep.files import shown
 from prep.sources import Source, open_source
+from train.batches import first_of_each
 
 Place = tuple[int, int]
 
@@ -59,7 +60,8 @@ class RawLoader:
         self.wnids = source.classes.wnids
         samples = _split_of(source, split)
         if samples_per_class is not None:
-            samples = _first_of_each(samples, samples_per_class)
+            labels = np.array([label for _, label in samples])
+            samples = [samples[place] for place in first_of_each(labels, samples_per_class)]
         self.num_samples = len(samples)
         self.num_classes = len(self.wnids)
         self.num_damaged = 0
@@ -198,16 +200,6 @@ def _split_of(source: Source, split: str) -> list[tuple[str, int]]:
     if split not in source.splits:
         raise ValueError(f"{shown(source.root / split)}: holds no image; --src needs train and val")
     return [(str(source.root / image.path), image.label) for image in source.splits[split]]
-
-
-def _first_of_each(samples: list[tuple[str, int]], num_each: int) -> list[tuple[str, int]]:
-    taken: dict[int, int] = {}
-    kept = []
-    for path, label in samples:
-        taken[label] = taken.get(label, 0) + 1
-        if taken[label] <= num_each:
-            kept.append((path, label))
-    return kept
 
 
 def _hash_listing(root: Path, samples: list[tuple[str, int]]) -> str:
