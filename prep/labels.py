@@ -28,6 +28,10 @@ class ClassTable:
         if list(self.wnids) != sorted(set(self.wnids)):
             raise ValueError("the class table is not sorted or names a class twice")
 
+    def readable(self) -> tuple[str, ...]:
+        """Give a name for each label: the readable one where known, else the wnid."""
+        return tuple(self.names.get(wnid) or wnid for wnid in self.wnids)
+
     def label_of(self) -> dict[str, int]:
         """Give the label of each wnid."""
         return {wnid: label for label, wnid in enumerate(self.wnids)}

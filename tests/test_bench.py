@@ -10,8 +10,8 @@ import pytest
 
 from helpers import make_source, pack_folder
 from train.bench import COLUMNS, Record, bench, table
-from train.config import BenchConfig
 from train.contenders import Contender, Pass
+from train.options import BenchConfig
 
 
 def record(kind: str, rates: list[float]) -> Record:

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from train.checkpoint import (
+    Checkpoint,
+    best_of,
+    load_checkpoint,
+    save_checkpoint,
+    trained_network,
+)
+from train.model import build_model
 
 
 def checkpoint(epoch: int = 1) -> Checkpoint:
@@ -21,6 +28,7 @@ def checkpoint(epoch: int = 1) -> Checkpoint:
         ranks=[{"loss_sum": 0.1, "rng_cpu": torch.get_rng_state()}],
         config={"seed": 0, "weights": None, "amp": True},
         wnids=["n01", "n02"],
+        class_names=["tench", "n02"],
         data={"num_samples": 4, "sha256": "ab"},
     )
 
@@ -39,7 +47,7 @@ def test_a_checkpoint_comes_back_as_it_was(tmp_path: Path) -> None:
 def test_the_file_loads_without_trusting_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "last.pt", checkpoint())
     content = torch.load(tmp_path / "last.pt", weights_only=True)
-    assert content["format"] == 1
+    assert content["format"] == 2
 
 
 def dies_after(num_bytes: int, error: Exception) -> Any:
@@ -88,8 +96,29 @@ def test_a_missing_or_foreign_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"none\.pt: no such checkpoint"):
         load_checkpoint(tmp_path / "none.pt")
     torch.save({"weight": torch.ones(1)}, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match=r"other\.pt: not a checkpoint of format 1"):
+    with pytest.raises(ValueError, match=r"other\.pt: not a checkpoint of format 2"):
         load_checkpoint(tmp_path / "other.pt")
-    torch.save({"format": 1, "weight": torch.ones(1)}, tmp_path / "part.pt")
+    torch.save({"format": 2, "weight": torch.ones(1)}, tmp_path / "part.pt")
     with pytest.raises(ValueError, match=r"part\.pt: lacks or adds \["):
         load_checkpoint(tmp_path / "part.pt")
+
+
+def test_the_best_files_stay_and_the_earlier_one_among_equals() -> None:
+    kept, dropped = best_of({"a": 1.0, "d": 3.0, "c": 2.0, "b": 2.0}, 2)
+    assert kept == {"d": 3.0, "b": 2.0}
+    assert dropped == ["c", "a"]
+    assert best_of({"a": 1.0}, 3) == ({"a": 1.0}, [])
+
+
+def test_the_network_of_a_checkpoint_has_the_averaged_weights_where_there_are_some() -> None:
+    raw, averaged = (build_model("resnet18", 2).state_dict() for _ in range(2))
+    saved = checkpoint()
+    saved.config = {"model": "resnet18", "blurpool": False}
+    saved.model = raw
+    with pytest.raises(ValueError, match="--ema: the checkpoint holds no averaged weights"):
+        trained_network(saved, ema=True)
+    assert not trained_network(saved).training
+    saved.ema = averaged
+    for ema, wanted in ((None, averaged), (True, averaged), (False, raw)):
+        found = trained_network(saved, ema=ema).state_dict()
+        assert all(torch.equal(found[key], wanted[key]) for key in wanted)

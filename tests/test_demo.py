@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from train.config import DemoConfig
 from train.demo import NUM_CLASSES, NUM_TRAIN, NUM_VAL, demo, make_images, pack
+from train.options import DemoConfig
 
 
 @pytest.mark.slow

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
-import csv
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,38 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from prep.files import local_path
+from runs import WNIDS, config, net, rows, run, same, source, weights
 from train.checkpoint import load_checkpoint, save_checkpoint
-from train.config import FitConfig
-from train.fit import FitResult, fit_sources
+from train.fit import fit_sources
 from train.memory import TensorSource
 from train.stop import Interrupted
 from train.world import World
-
-WNIDS = ("n01", "n02", "n03")
-TIMES = ("seconds", "img_per_s", "data_wait_pct")
-
-
-def net() -> nn.Module:
-    """A small net whose dropout draws from the random state that must be restored."""
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Dropout(0.2),
-        nn.Linear(8, 3),
-    )
-
-
-def source(split: str, num_samples: int = 22, **options: Any) -> TensorSource:
-    generator = torch.Generator().manual_seed(1)
-    labels = torch.arange(num_samples) % 3
-    images = torch.randint(0, 100, (num_samples, 3, 12, 12), generator=generator)
-    images[torch.arange(num_samples), labels] += 120
-    settings: dict[str, Any] = {"wnids": WNIDS, "batch_size": 4} | options
-    return TensorSource(images.to(torch.uint8), labels, split, **settings)
 
 
 class SignalSource(TensorSource):
@@ -54,39 +27,6 @@ class SignalSource(TensorSource):
             if step == 2:
                 signal.raise_signal(signal.SIGTERM)
             yield batch
-
-
-def config(out: Path, **changes: Any) -> FitConfig:
-    settings: dict[str, Any] = {
-        "out": out,
-        "src": Path("in memory"),
-        "epochs": 3,
-        "warmup_epochs": 1.0,
-        "batch_size": 4,
-        "lr": 3.0,
-        "train_crop_size": 12,
-        "val_crop_size": 12,
-        "val_resize_size": 12,
-        "device": "cpu",
-    }
-    return FitConfig(**(settings | changes))
-
-
-def run(out: Path, say: Callable[[str], None] = lambda _: None, **changes: Any) -> FitResult:
-    return fit_sources(config(out, **changes), source("train"), source("val"), say, model=net())
-
-
-def weights(out: Path, name: str = "last.pt") -> dict[str, Tensor]:
-    return load_checkpoint(out / name).model
-
-
-def same(some: dict[str, Tensor], others: dict[str, Tensor]) -> bool:
-    return some.keys() == others.keys() and all(torch.equal(some[k], others[k]) for k in some)
-
-
-def rows(out: Path) -> list[dict[str, str]]:
-    with (out / "log.csv").open(encoding="utf-8", newline="") as file:
-        return [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +42,7 @@ def test_a_run_writes_its_records(unbroken: Path) -> None:
         "config.json",
         "last.pt",
         "log.csv",
+        "steps.csv",
     ]
     assert [(row["epoch"], row["step"]) for row in rows(unbroken)] == [
         ("1", "5"),

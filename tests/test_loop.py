@@ -7,20 +7,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchvision import transforms
+from torch.nn import functional as F
 
 from train.loop import (
+    DivergedError,
     EpochState,
     Learner,
-    Precision,
-    evaluate,
+    StepResult,
     mean_loss,
-    normalise,
+    refuse_broken_weights,
     train_epoch,
     train_step,
 )
 from train.memory import TensorSource
-from train.model import parameter_groups
+from train.model import new_average, parameter_groups
+from train.precision import Precision, normalise
+from train.score import evaluate
 from train.world import World
 
 CPU = torch.device("cpu")
@@ -48,8 +50,14 @@ def net(num_classes: int = 3) -> nn.Module:
     )
 
 
-def learner(precision: Precision = FLOAT32, *, scaled: bool = False) -> Learner:
-    model = net().to(memory_format=precision.memory_format)
+def learner(
+    precision: Precision = FLOAT32,
+    *,
+    scaled: bool = False,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> Learner:
+    model = model or net().to(memory_format=precision.memory_format)
     scaler = torch.amp.GradScaler("cpu", enabled=True) if scaled else precision.grad_scaler()
     return Learner(
         model=model,
@@ -57,7 +65,12 @@ def learner(precision: Precision = FLOAT32, *, scaled: bool = False) -> Learner:
         scaler=scaler,
         precision=precision,
         lr_at=lambda step: 0.1 / (step + 1),
+        **options,
     )
+
+
+def one_step(subject: Learner, images: Tensor, labels: Tensor, step: int = 0) -> StepResult:
+    return train_step(subject, [(images, labels)], 1, step)
 
 
 def coloured(num_samples: int, num_classes: int = 3) -> tuple[Tensor, Tensor]:
@@ -91,30 +104,27 @@ def all_equal(some: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_an_update_is_one_optimizer_step(scaled: bool) -> None:
-    subject = learner(scaled=scaled)
+@pytest.mark.parametrize(("grad_accum", "num_updates"), [(1, 5), (2, 3), (5, 1), (7, 1)])
+def test_an_update_is_one_optimizer_step(
+    scaled: bool, clip_norm: float | None, grad_accum: int, num_updates: int
+) -> None:
+    subject = learner(scaled=scaled, clip_norm=clip_norm, grad_accum=grad_accum)
     train_epoch(subject, source(22, "train"), fresh(), never)
     assert isinstance(subject.optimizer, SpySGD)
-    assert subject.optimizer.num_steps == 5
+    assert subject.optimizer.num_steps == num_updates
 
 
 def test_a_step_that_the_scaler_leaves_out_changes_nothing_and_warns_of_nothing() -> None:
     subject = learner(scaled=True)
     images, labels = coloured(4)
-    train_step(subject, images, labels, 0.1)
+    one_step(subject, images, labels)
     subject.scaler.update(float("inf"))  # the scaled gradients overflow
     before = [p.clone() for p in subject.model.parameters()]
-    loss = train_step(subject, images, labels, 0.05)
-    assert loss.isfinite()
+    assert one_step(subject, images, labels, step=1).loss.isfinite()
     assert all_equal(before, list(subject.model.parameters()))
     assert subject.optimizer.param_groups[0]["lr"] == 0.05
-
-
-def test_the_scaler_is_off_without_float16_on_cuda() -> None:
-    assert not FLOAT32.grad_scaler().is_enabled()
-    assert not BFLOAT16.grad_scaler().is_enabled()
-    assert not Precision(device=CPU, amp_dtype=torch.float16).grad_scaler().is_enabled()
 
 
 @pytest.mark.parametrize("precision", [FLOAT32, BFLOAT16])
@@ -125,7 +135,7 @@ def test_a_few_epochs_learn_to_tell_colours(precision: Precision) -> None:
         state = fresh(epoch)
         assert train_epoch(subject, batches, state, never)
         losses.append(mean_loss(state, World()))
-    scores = evaluate(subject.model, source(24, "val"), precision, World())
+    (scores,) = evaluate([subject.model], source(24, "val"), precision, World())
     assert losses[-1] < losses[0]
     assert scores.top1_pct > 90
 
@@ -133,7 +143,7 @@ def test_a_few_epochs_learn_to_tell_colours(precision: Precision) -> None:
 def test_gradients_are_released_and_the_loss_is_detached() -> None:
     subject = learner()
     images, labels = coloured(4)
-    loss = train_step(subject, images, labels, 0.1)
+    loss = one_step(subject, images, labels).loss
     assert loss.dtype is torch.float32
     assert not loss.requires_grad
     assert all(p.grad is None for p in subject.model.parameters())
@@ -181,7 +191,7 @@ class SlowSource(TensorSource):
 def test_a_source_that_ends_early_is_an_error() -> None:
     images, labels = coloured(12)
     batches = ShortSource(images, labels, "train", wnids=("a", "b", "c"), batch_size=4)
-    with pytest.raises(RuntimeError, match="epoch 0 ended at step 2 of 3"):
+    with pytest.raises(RuntimeError, match="step 2 got 0 of 1 batches: the source ended"):
         train_epoch(learner(), batches, fresh(), never)
 
 
@@ -200,70 +210,122 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_advice() -> None:
     state.num_images = 4
     state.loss_sum += float("nan")
     with pytest.raises(
-        ValueError,
+        DivergedError,
         match=r"training loss by step 20 of epoch 1 is nan: the run diverged.*lower --lr",
     ):
         mean_loss(state, World())
 
 
-def test_pixels_are_normalised_as_torchvision_does_it() -> None:
-    images, _ = coloured(4)
-    oracle = transforms.Normalize((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))(images / 255)
-    torch.testing.assert_close(normalise(images, FLOAT32), oracle)
-    half = normalise(images, BFLOAT16)
-    assert half.dtype is torch.bfloat16
-    assert half.is_contiguous(memory_format=torch.channels_last)
-    assert normalise(images, FLOAT32).is_contiguous()
+class Wide(nn.Module):
+    """A net in float64 without BatchNorm, for which sums of gradients are exact enough."""
 
-
-class Fixed(nn.Module):
-    """Gives each image its own first pixels as scores."""
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(400, 3))
+        self.double()
 
     def forward(self, images: Tensor) -> Tensor:
-        return images[:, :, 0, 0]
+        scores: Tensor = self.layers(images.double())
+        return scores
 
 
-def test_an_evaluation_of_four_samples_is_as_worked_out_by_hand() -> None:
-    images = torch.zeros(4, 3, 2, 2, dtype=torch.uint8)
-    best = torch.tensor([0, 1, 2, 2])
-    images[torch.arange(4), best] = 255
-    batches = TensorSource(
-        images, torch.tensor([0, 1, 2, 0]), "val", wnids=("a", "b", "c"), batch_size=3
-    )
-    scores = evaluate(Fixed(), batches, FLOAT32, World())
-    assert (scores.top1_pct, scores.top5_pct, scores.num_samples) == (75.0, 100.0, 4)
-    logits = normalise(images, FLOAT32)[:, :, 0, 0]
-    by_hand = -logits.log_softmax(dim=1)[range(4), [0, 1, 2, 0]].mean()
-    assert scores.loss == pytest.approx(by_hand.item(), rel=1e-6)
+def by_hand(model: Wide, groups: list[tuple[Tensor, Tensor]], clip_norm: float | None) -> float:
+    """Train on whole groups with SGD as written in the textbook; gives the last gradient's norm."""
+    weights = list(model.parameters())
+    speeds = [torch.zeros_like(w) for w in weights]
+    norm = 0.0
+    for step, (images, labels) in enumerate(groups):
+        loss = F.cross_entropy(model(normalise(images, FLOAT32)), labels)
+        gradients = torch.autograd.grad(loss, weights)
+        norm = float(sum((g**2).sum() for g in gradients)) ** 0.5
+        shrink = min(1.0, clip_norm / norm) if clip_norm else 1.0
+        for w, v, g in zip(weights, speeds, gradients, strict=True):
+            decay = 1e-4 if w.ndim > 1 else 0.0
+            v.copy_(0.9 * v + shrink * g + decay * w.detach())
+            w.data -= 0.1 / (step + 1) * v
+    return norm
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 30])
-def test_the_shares_of_an_evaluation_add_up_to_each_image_once(world_size: int) -> None:
-    shares = [source(21, "val", rank=r, world_size=world_size) for r in range(world_size)]
-    labels = torch.cat([label for share in shares for _, label in share.epoch(0)])
-    assert labels.tolist() == coloured(21)[1].tolist()
+@pytest.mark.parametrize("clip_norm", [None, 0.05])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_accumulation_is_the_large_batch_and_the_last_short_group_counts_by_its_length(
+    scaled: bool, clip_norm: float | None
+) -> None:
+    batches = source(20, "train", batch_size=2)
+    parts = list(batches.epoch(0))
+    groups = [
+        tuple(torch.cat(tensors) for tensors in zip(*parts[first : first + 4], strict=True))
+        for first in (0, 4, 8)
+    ]
+    assert [len(labels) for _, labels in groups] == [8, 8, 4]
+    reference = Wide()
+    norm = by_hand(reference, groups, clip_norm)  # type: ignore[arg-type]
+    model = Wide()
+    subject = learner(scaled=scaled, model=model, grad_accum=4, clip_norm=clip_norm)
+    state = fresh()
+    assert train_epoch(subject, batches, state, never)
+    assert (state.step, state.num_images) == (3, 20)
+    for found, wanted in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+    if clip_norm:
+        assert state.grad_norm is not None
+        assert state.grad_norm.item() == pytest.approx(norm, rel=1e-6)
 
 
-@pytest.mark.parametrize("batch_size", [1, 4, 21, 50])
-def test_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
-    scores = evaluate(net(), source(21, "val", batch_size=batch_size), FLOAT32, World())
-    assert scores.num_samples == 21
-    reference = evaluate(net(), source(21, "val", batch_size=7), FLOAT32, World())
-    assert scores.top1_pct == reference.top1_pct
-    assert scores.loss == pytest.approx(reference.loss, rel=1e-5)
+def test_an_accumulating_epoch_continues_at_the_right_batch() -> None:
+    whole, parts = (learner(model=Wide(), grad_accum=4) for _ in range(2))
+    batches = source(20, "train", batch_size=2)
+    train_epoch(whole, batches, fresh(), never)
+    left = fresh()
+    assert not train_epoch(parts, batches, left, lambda s: s.step == 2)
+    assert left.num_images == 16
+    assert train_epoch(parts, batches, left, never)
+    assert all_equal(weights(whole.model), weights(parts.model))
 
 
-def test_an_evaluation_changes_nothing_in_the_model() -> None:
+def test_the_average_copies_in_warmup_and_then_forgets_as_worked_out_by_hand() -> None:
     model = net()
-    before = weights(model)
-    evaluate(model, source(21, "val"), FLOAT32, World())
-    assert all_equal(before, weights(model))
-    assert not model.training
+    ema = new_average(model, 0.75)
+    subject = learner(model=model, ema=ema, ema_start_step=2)
+    images, labels = coloured(4)
+    seen = []
+    for step in range(4):
+        one_step(subject, images, labels, step)
+        seen.append(model.get_parameter("0.weight").detach().clone())
+        if step < 2:
+            assert torch.equal(ema.module.get_parameter("0.weight"), seen[-1])
+    wanted = 0.75 * (0.75 * seen[1] + 0.25 * seen[2]) + 0.25 * seen[3]
+    torch.testing.assert_close(ema.module.get_parameter("0.weight"), wanted)
+    assert not any(p.requires_grad for p in ema.parameters())
 
 
-def test_an_empty_val_split_is_refused() -> None:
-    with pytest.raises(ValueError, match="the val split gave no image"):
-        evaluate(net(), source(0, "val"), FLOAT32, World())
+def test_a_mix_of_labels_reaches_the_loss() -> None:
+    def halves(pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        shares = (F.one_hot(labels, 3) + F.one_hot(labels.roll(1), 3)) / 2
+        return (pixels + pixels.roll(1, 0)) / 2, shares
+
+    images, labels = coloured(4)
+    model = net()
+    pixels, shares = halves(normalise(images, FLOAT32), labels)
+    wanted = -(model.train()(pixels).log_softmax(1) * shares).sum(1).mean()
+    found = one_step(learner(model=model, mix=halves), images, labels).loss
+    torch.testing.assert_close(found, wanted.detach())
+
+
+def test_a_rollback_factor_scales_the_rate() -> None:
+    subject = learner(lr_factor=0.5)
+    train_epoch(subject, source(12, "train"), fresh(), never)
+    assert subject.optimizer.param_groups[0]["lr"] == 0.5 * 0.1 / 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_refused(value: float) -> None:
+    model = net()
+    refuse_broken_weights(model)
+    model.get_parameter("0.weight").data[0, 0, 0, 0] = value
+    with pytest.raises(DivergedError, match="the sum of all weights is"):
+        refuse_broken_weights(model)
 
 
 @pytest.mark.gpu
@@ -279,5 +341,5 @@ def test_a_gpu_learns_one_batch_in_each_precision(half: torch.dtype | None) -> N
             epoch=epoch, loss_sum=torch.zeros((), dtype=torch.float64, device="cuda")
         )
         train_epoch(subject, batches, state, never)
-    scores = evaluate(subject.model, source(24, "val"), precision, World())
+    (scores,) = evaluate([subject.model], source(24, "val"), precision, World())
     assert scores.top1_pct > 90

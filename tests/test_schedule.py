@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from train.schedule import lr_at, scaled_lr
+from train.schedule import crop_size_at, lr_at, scaled_lr
 
 
-def rates(total_steps: int, warmup_steps: int, final_lr: float = 0.0) -> list[float]:
+def rates(
+    total_steps: int, warmup_steps: int, final_lr: float = 0.0, **options: Any
+) -> list[float]:
     return [
         lr_at(
             step,
@@ -13,6 +17,7 @@ def rates(total_steps: int, warmup_steps: int, final_lr: float = 0.0) -> list[fl
             warmup_steps=warmup_steps,
             peak_lr=0.8,
             final_lr=final_lr,
+            **options,
         )
         for step in range(total_steps)
     ]
@@ -57,3 +62,26 @@ def test_a_step_outside_the_run_is_refused(step: int) -> None:
 
 def test_the_peak_scales_with_the_global_batch() -> None:
     assert scaled_lr(0.1, 64) == pytest.approx(0.025)
+
+
+def test_every_rate_of_a_line_is_as_worked_out_by_hand() -> None:
+    by_hand = [0.4, 0.8, 0.68, 0.56, 0.44, 0.32, 0.2]
+    assert rates(7, 2, final_lr=0.2, schedule="linear") == pytest.approx(by_hand)
+
+
+def test_every_rate_of_steps_is_a_tenth_of_the_one_before() -> None:
+    by_hand = [0.4, 0.8, 0.8, 0.08, 0.08, 0.08, 0.008]
+    assert rates(7, 2, schedule="step", drop_steps=3) == pytest.approx(by_hand)
+
+
+def test_crops_grow_in_multiples_of_the_stride_as_ffcv_grows_them() -> None:
+    def sizes(**options: int) -> list[int]:
+        return [crop_size_at(epoch, **options) for epoch in range(16)]
+
+    # ffcv-imagenet's 16 epochs: np.round(np.interp(e, [11, 13], [160, 192]) / 32) * 32
+    assert sizes(start=160, end=192, ramp_start=11, ramp_end=13) == [160] * 12 + [192] * 4
+    assert sizes(start=128, end=224, ramp_start=3, ramp_end=12) == (
+        [128] * 5 + [160] * 3 + [192] * 3 + [224] * 5
+    )
+    assert sizes(start=40, end=64, ramp_start=2, ramp_end=6)[:8] == [40, 40, 40, 48, 48, 56, 64, 64]
+    assert sizes(start=64, end=64, ramp_start=0, ramp_end=1) == [64] * 16

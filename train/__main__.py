@@ -16,7 +16,7 @@ from typing import Any
 import tyro
 
 from prep.files import print_any_path, shown
-from train.config import recipe_flags
+from train.recipes import recipe_flags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,21 +33,36 @@ class Command:
 COMMANDS = {
     "fit": Command(
         options="train.config:FitConfig",
-        run="train.fit:fit",
+        run="train.launch:launch",
         summary="train a ResNet from shards, or from a raw folder to compare",
     ),
     "eval": Command(
-        options="train.config:EvalConfig",
+        options="train.options:EvalConfig",
         run="train.evaluation:evaluate_checkpoint",
         summary="top-1 and top-5 of a checkpoint",
     ),
+    "predict": Command(
+        options="train.options:PredictConfig",
+        run="train.predict:predict",
+        summary="name what is on pictures",
+    ),
+    "export": Command(
+        options="train.options:ExportConfig",
+        run="train.export:export",
+        summary="write a network for other programs",
+    ),
+    "plot": Command(
+        options="train.options:PlotConfig",
+        run="train.plot:plot",
+        summary="draw the logs of one run or several",
+    ),
     "bench": Command(
-        options="train.config:BenchConfig",
+        options="train.options:BenchConfig",
         run="train.bench:bench",
         summary="loader throughput: the raw folder, webdataset and shards, in turn",
     ),
     "demo": Command(
-        options="train.config:DemoConfig",
+        options="train.options:DemoConfig",
         run="train.demo:demo",
         summary="two minutes from a folder with damaged files to a trained network",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,8 +42,10 @@ class LoaderSettings:
     shards: Path
     split: str
     batch_size: int
-    crop_size: int
-    resize_size: int
+    crop_size: int | Callable[[int], int]
+    """Pixels, or a function of the epoch."""
+    resize_size: int | None
+    """Pixels; None is 256/224 of the crop."""
     num_threads: int
     num_workers: int
     prefetch: int
@@ -56,17 +58,26 @@ class LoaderSettings:
     def __post_init__(self) -> None:
         """Check the ranges."""
         lowest = {"num_workers": 0, "seed": 0} | dict.fromkeys(
-            ("batch_size", "crop_size", "resize_size", "num_threads", "prefetch", "window_mb"), 1
+            ("batch_size", "num_threads", "prefetch", "window_mb"), 1
         )
-        if self.samples_per_class is not None:
-            lowest["samples_per_class"] = 1
+        lowest |= dict.fromkeys(("crop_size", "resize_size", "samples_per_class"), 1)
         for name, low in lowest.items():
             value = getattr(self, name)
-            if value < low:
+            if isinstance(value, int) and value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
         if self.split not in ("train", "val"):
             raise ValueError(f"split must be 'train' or 'val', got {self.split!r}")
         require_rank(self.rank, self.world_size)
+
+    def crop_size_at(self, epoch: int) -> int:
+        """Give the side of the images of an epoch, in pixels."""
+        return self.crop_size(epoch) if callable(self.crop_size) else self.crop_size
+
+    def resize_size_at(self, epoch: int) -> int:
+        """Give the shorter side before the centre crop of evaluation, in pixels."""
+        if self.resize_size is None:
+            return round(self.crop_size_at(epoch) * 256 / 224)
+        return self.resize_size
 
     @property
     def is_train(self) -> bool:
@@ -82,6 +93,8 @@ class _Batch:
     labels: Tensor
     slots: NDArray[np.uint8]
     """The memory of `images`, `(N, S, S, 3)`."""
+    resize_size: int
+    """Shorter side before the centre crop of evaluation."""
     chunks: list[Future[list[tuple[int, str]]]] = field(default_factory=list)
     """Each gives the places in the batch that it could not fill, and why."""
 
@@ -93,6 +106,7 @@ class BatchMaker:
         index = load_index(settings.shards)
         split = index.split(settings.split)
         self.wnids = index.classes.wnids
+        self.class_names = index.classes.readable()
         self.samples = split.samples.view(np.ndarray)  # a memmap's own indexing is slow
         if settings.samples_per_class is not None:
             self.samples = split.samples[
@@ -159,7 +173,7 @@ class BatchMaker:
         window = reader.next_window()
         for start in range(0, len(share.ids), share.batch_size):
             ids = share.ids[start : start + share.batch_size]
-            batch = self._new_batch(ids)
+            batch = self._new_batch(ids, epoch)
             numbers = uniforms(self._settings.seed, epoch, ids, NUM_UNIFORMS)
             place = 0
             while place < len(ids):
@@ -175,13 +189,14 @@ class BatchMaker:
                 place = stop
             yield batch
 
-    def _new_batch(self, ids: Ids) -> _Batch:
-        size = self._settings.crop_size
+    def _new_batch(self, ids: Ids, epoch: int) -> _Batch:
+        size = self._settings.crop_size_at(epoch)
         images = torch.empty(
             (len(ids), size, size, 3), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
         )
         labels = torch.from_numpy(self.samples["label"][ids].astype(np.int64))
-        return _Batch(images.permute(0, 3, 1, 2), labels, images.numpy())
+        resize_size = self._settings.resize_size_at(epoch)
+        return _Batch(images.permute(0, 3, 1, 2), labels, images.numpy(), resize_size)
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None:
@@ -208,7 +223,7 @@ class BatchMaker:
                 if self._settings.is_train:
                     decoder.train(jpeg, numbers[place].tolist(), batch.slots[place])
                 else:
-                    decoder.evaluate(jpeg, self._settings.resize_size, batch.slots[place])
+                    decoder.evaluate(jpeg, batch.resize_size, batch.slots[place])
             except ValueError as error:
                 failed.append((place, f"{self._name(ids[place])}: {error}"))
         window.release(places.stop - places.start)

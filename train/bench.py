@@ -23,8 +23,8 @@ import psutil
 from prep.files import local_path, shown, write_text_whole
 from prep.index import load_index
 from prep.sources import open_source
-from train.config import BenchConfig
 from train.contenders import Contender, Pass, serve
+from train.options import BenchConfig
 
 SAMPLE_S: Final = 0.2
 """Between two looks at the memory of a contender."""

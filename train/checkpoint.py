@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from prep.files import shown, write_whole
+from train.model import build_model
 
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,14 +26,23 @@ class Checkpoint:
     model: dict[str, Any]
     optimizer: dict[str, Any]
     scaler: dict[str, Any]
+    ema: dict[str, Any] | None = None
+    """Averaged weights, named as those of `model`; None without --ema-decay."""
+    lr_factor: float = 1.0
+    """What is left of the rate after rollbacks."""
+    num_rollbacks: int = 0
     best_top1_pct: float
     """Highest so far, -1 before the first evaluation."""
+    kept: dict[str, float] = field(default_factory=dict)
+    """Top-1 in percent by name of each file that --keep holds beside best.pt."""
     ranks: list[dict[str, Any]]
     """For each rank its random states and what it summed up in the running epoch."""
     config: dict[str, Any]
     """Resolved options of the run, `world_size` and `steps_per_epoch` among them."""
     wnids: list[str]
     """Classes in label order."""
+    class_names: list[str]
+    """Readable names in label order; the wnid where there is none."""
     data: dict[str, Any]
     """What the samples were: number, and a hash of the index or listing."""
 
@@ -71,3 +82,32 @@ def load_checkpoint(path: Path) -> Checkpoint:
     if set(content) != names:
         raise ValueError(f"{shown(path)}: lacks or adds {sorted(names ^ set(content))!r}")
     return Checkpoint(**content)
+
+
+def best_of(kept: dict[str, float], count: int) -> tuple[dict[str, float], list[str]]:
+    """Rank files by their score, the earlier name first among equals.
+
+    Returns:
+        The `count` best with their scores, and the names of the others.
+    """
+    ranking = sorted(kept, key=lambda name: (-kept[name], name))
+    return {name: kept[name] for name in ranking[:count]}, ranking[count:]
+
+
+def trained_network(checkpoint: Checkpoint, *, ema: bool | None = None) -> nn.Module:
+    """Build the network of a checkpoint, on the CPU and in evaluation mode.
+
+    Args:
+        checkpoint: As loaded.
+        ema: Take the averaged weights; None takes them where there are some.
+
+    Raises:
+        ValueError: Averaged weights are asked for and not there.
+    """
+    if ema and checkpoint.ema is None:
+        raise ValueError("--ema: the checkpoint holds no averaged weights (--ema-decay makes them)")
+    use_ema = checkpoint.ema is not None if ema is None else ema
+    config = checkpoint.config
+    network = build_model(config["model"], len(checkpoint.wnids), blurpool=config["blurpool"])
+    network.load_state_dict((checkpoint.ema if use_ema else None) or checkpoint.model)
+    return network.eval()

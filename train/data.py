@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing.sharedctypes import SynchronizedArray
 from pathlib import Path
@@ -42,7 +42,8 @@ class ShardLoader:
         shards: Folder that `prep shard` wrote.
         split: `train` or `val`.
         batch_size: Samples a step on this rank.
-        crop_size: Side of the images given, in pixels.
+        crop_size: Side of the images given, in pixels; or a function that gives it for an epoch
+            (picklable with `num_workers`).
         resize_size: Shorter side before the centre crop of evaluation; default 256/224 of
             `crop_size`.
         num_threads: Decode threads, over all workers; default: one a core, at most 8.
@@ -66,7 +67,7 @@ class ShardLoader:
         split: str,
         *,
         batch_size: int,
-        crop_size: int = 224,
+        crop_size: int | Callable[[int], int] = 224,
         resize_size: int | None = None,
         num_threads: int | None = None,
         num_workers: int = 0,
@@ -82,7 +83,7 @@ class ShardLoader:
             split=split,
             batch_size=batch_size,
             crop_size=crop_size,
-            resize_size=round(crop_size * 256 / 224) if resize_size is None else resize_size,
+            resize_size=resize_size,
             num_threads=default_threads() if num_threads is None else num_threads,
             num_workers=num_workers,
             prefetch=prefetch,
@@ -105,6 +106,11 @@ class ShardLoader:
     def wnids(self) -> tuple[str, ...]:
         """Give the classes; a label is a place in it."""
         return self._maker.wnids
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Give readable names in label order; the wnid where there is none."""
+        return self._maker.class_names
 
     @property
     def num_classes(self) -> int:

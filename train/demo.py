@@ -17,8 +17,9 @@ from PIL import Image, ImageDraw
 
 from prep.files import local_path, shown
 from train.bench import bench
-from train.config import BenchConfig, DemoConfig, FitConfig, default_threads
+from train.config import FitConfig, default_threads
 from train.fit import fit
+from train.options import BenchConfig, DemoConfig
 
 NUM_CLASSES: Final = 10
 NUM_TRAIN: Final = 40

@@ -1,82 +1,28 @@
-"""One training epoch and one evaluation."""
+"""One training epoch, one step; evaluation is in `score`."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.swa_utils import AveragedModel
 
-from train.metrics import top_k_hits
+from train.feed import Batch, BatchSource, on_device
+from train.precision import Precision, normalise
+from train.score import at_least_float32
 from train.world import World, sum_over_ranks
 
-# Mean and spread of ImageNet's channels, red green blue, for pixels in 0..255.
-MEAN: Final = (255 * 0.485, 255 * 0.456, 255 * 0.406)
-STD: Final = (255 * 0.229, 255 * 0.224, 255 * 0.225)
-
-Batch = tuple[Tensor, Tensor]
-
-
-class BatchSource(Protocol):
-    """What gives batches: `ShardLoader`, `RawLoader`, or tensors in memory."""
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of the split over all ranks."""
-
-    @property
-    def num_classes(self) -> int:
-        """Labels lie below it."""
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Batches of one epoch on this rank."""
-
-    @property
-    def wnids(self) -> tuple[str, ...]:
-        """Class names in label order."""
-
-    @property
-    def num_damaged(self) -> int:
-        """Samples stepped over so far."""
-
-    def epoch(self, epoch: int, start_step: int = 0) -> Iterable[Batch]:
-        """Give `(N, 3, S, S)` uint8 images and `(N,)` int64 labels, from a step on."""
-
-    def close(self) -> None:
-        """Let go of threads, processes and files."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
-    """Where and how exactly to compute."""
-
-    device: torch.device
-    amp_dtype: torch.dtype | None = None
-    """Half type of autocast; None computes in float32."""
-    channels_last: bool = True
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        """Layout of images and weights."""
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    def autocast(self) -> torch.autocast:
-        """Give the context of a forward pass."""
-        return torch.autocast(
-            self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None
-        )
-
-    def grad_scaler(self) -> torch.amp.GradScaler:
-        """Give a loss scaler; it does nothing unless the half type is float16."""
-        enabled = self.amp_dtype is torch.float16 and self.device.type == "cuda"
-        return torch.amp.GradScaler(self.device.type, enabled=enabled)
+Mix = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -90,7 +36,22 @@ class Learner:
     precision: Precision
     lr_at: Callable[[int], float]
     """Rate of a step, counted over the whole run."""
+    lr_factor: float = 1.0
+    """What rollbacks left of the rate."""
+    grad_accum: int = 1
+    """Batches of one step; the last step of an epoch may have fewer."""
     label_smoothing: float = 0.0
+    mix: Mix | None = None
+    """Mixes normalised images and labels of a batch; gives `(N, C)` shares as labels."""
+    clip_norm: float | None = None
+    ema: AveragedModel | None = None
+    """Average of the bare model's weights."""
+    ema_start_step: int = 0
+    """Up to this step of the run the average is a copy."""
+
+    def lr(self, step: int) -> float:
+        """Give the rate of a step of the run."""
+        return self.lr_factor * self.lr_at(step)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,12 +60,15 @@ class EpochState:
 
     epoch: int
     step: int = 0
+    """Steps done: optimizer updates, of `grad_accum` batches each."""
     num_images: int = 0
     loss_sum: Tensor
     """Float64 scalar on the device, read only now and then: reading waits for the device."""
     seconds: float = 0.0
     data_wait_s: float = 0.0
     num_damaged: int = 0
+    grad_norm: Tensor | None = None
+    """Of the last step, over all weights and before clipping; None without --clip-norm."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for a checkpoint; epoch and step stand there once for all ranks."""
@@ -116,15 +80,24 @@ class EpochState:
             "num_damaged": self.num_damaged,
         }
 
+    def add_wait(self, seconds: float) -> None:
+        """Note that the device stood idle for a batch."""
+        self.data_wait_s += seconds
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scores:
-    """Result of one evaluation over all ranks."""
 
-    loss: float
-    top1_pct: float
-    top5_pct: float
-    num_samples: int
+@dataclass(slots=True)
+class StepResult:
+    """What one step found, on the device: nobody waited for it."""
+
+    loss: Tensor
+    """Mean over the step's images, a detached scalar."""
+    num_images: int = 0
+    grad_norm: Tensor | None = None
+
+
+def num_steps_of(source: BatchSource, grad_accum: int) -> int:
+    """Count the steps of one epoch: groups of `grad_accum` batches, the last one maybe short."""
+    return -(-source.steps_per_epoch // grad_accum)
 
 
 def train_epoch(
@@ -147,83 +120,71 @@ def train_epoch(
     Raises:
         RuntimeError: The source gave fewer batches than it promised.
     """
-    num_steps = source.steps_per_epoch
-    if state.step == num_steps:
-        return True
+    num_steps = num_steps_of(source, learner.grad_accum)
     learner.model.train()
-    batches = source.epoch(state.epoch, start_step=state.step)
+    done = state.step * learner.grad_accum
+    batches = iter(source.epoch(state.epoch, start_step=done) if state.step < num_steps else ())
+    batches = on_device(batches, learner.precision.device, state.add_wait)
     started = time.perf_counter() - state.seconds
     damaged_before = source.num_damaged - state.num_damaged
-    for images, labels in _on_device(batches, learner.precision, state):
-        lr = learner.lr_at(state.epoch * num_steps + state.step)
-        loss = train_step(learner, images, labels, lr)
-        state.loss_sum += loss.double() * len(labels)
-        state.num_images += len(labels)
+    while state.step < num_steps:
+        length = min(learner.grad_accum, source.steps_per_epoch - done)
+        result = train_step(
+            learner, islice(batches, length), length, state.epoch * num_steps + state.step
+        )
+        done += length
+        state.loss_sum += result.loss.double() * result.num_images
+        state.num_images += result.num_images
+        state.grad_norm = result.grad_norm
         state.step += 1
         state.seconds = time.perf_counter() - started
         state.num_damaged = source.num_damaged - damaged_before
         if after_step(state):
             break
-    else:
-        if state.step != num_steps:
-            raise RuntimeError(f"epoch {state.epoch} ended at step {state.step} of {num_steps}")
     return state.step == num_steps
 
 
-def train_step(learner: Learner, images: Tensor, labels: Tensor, lr: float) -> Tensor:
-    """Make one update from a batch on the device.
+def train_step(
+    learner: Learner, batches: Iterable[Batch], num_batches: int, step: int
+) -> StepResult:
+    """Make one update from batches on the device, as from one batch of all their images.
 
-    Returns:
-        The mean loss, a detached float32 scalar that nobody waited for.
-    """
-    for group in learner.optimizer.param_groups:
-        group["lr"] = lr
-    with learner.precision.autocast():
-        logits = learner.model(normalise(images, learner.precision))
-    loss = F.cross_entropy(logits.float(), labels, label_smoothing=learner.label_smoothing)
-    learner.scaler.scale(loss).backward()
-    learner.scaler.step(learner.optimizer)
-    learner.scaler.update()
-    learner.optimizer.zero_grad(set_to_none=True)
-    return loss.detach()
+    Each batch's loss is divided by the number of batches, so their gradients add up to those of
+    the mean. (BatchNorm still sees one batch at a time.)
 
-
-def evaluate(model: nn.Module, source: BatchSource, precision: Precision, world: World) -> Scores:
-    """Score a model on the val split: each image once, over all ranks.
-
-    Scores are float32 and the loss has no label smoothing. The model must be the bare module:
-    ranks may have unequal numbers of steps, which a wrapper would wait for.
+    Args:
+        learner: Changed in place.
+        batches: Of equal size; each is used up before the next is asked for.
+        num_batches: How many there are.
+        step: Of the run, counted from 0; decides the rate.
 
     Raises:
-        ValueError: The split is empty.
+        RuntimeError: There were fewer batches.
     """
-    model.eval()
-    ks = (1, min(5, source.num_classes))
-    totals = torch.zeros(4, dtype=torch.float64, device=precision.device)
-    with torch.no_grad():
-        for images, labels in _on_device(source.epoch(0), precision):
-            with precision.autocast():
-                logits = model(normalise(images, precision))
-            logits = logits.float()
-            totals[0] += F.cross_entropy(logits, labels, reduction="sum")
-            totals[1:3] += top_k_hits(logits, labels, ks)
-            totals[3] += len(labels)
-    loss, top1, top5, num_samples = sum_over_ranks(totals, world).tolist()
-    if not num_samples:
-        raise ValueError("the val split gave no image; pack one, or look at its report.csv")
-    return Scores(
-        loss=loss / num_samples,
-        top1_pct=100 * top1 / num_samples,
-        top5_pct=100 * top5 / num_samples,
-        num_samples=int(num_samples),
-    )
+    lr = learner.lr(step)
+    for group in learner.optimizer.param_groups:
+        group["lr"] = lr
+    result = StepResult(torch.zeros((), device=learner.precision.device))
+    place = 0
+    for place, (images, labels) in enumerate(batches, 1):
+        with _gradients_alone(learner.model, alone=place < num_batches):
+            loss = _loss(learner, images, labels) / num_batches
+            learner.scaler.scale(loss).backward()
+        result.loss += loss.detach()
+        result.num_images += len(labels)
+    if place < num_batches:
+        raise RuntimeError(f"step {step} got {place} of {num_batches} batches: the source ended")
+    result.grad_norm = _update(learner)
+    if learner.ema is not None:
+        _average(learner.ema, learner.model, restart=step < learner.ema_start_step)
+    return result
 
 
 def mean_loss(state: EpochState, world: World) -> float:
     """Mean loss of the epoch so far, over all ranks; waits for the device.
 
     Raises:
-        ValueError: It is not finite, on every rank alike.
+        DivergedError: It is not finite, on every rank alike.
     """
     sums = torch.stack([state.loss_sum, torch.full_like(state.loss_sum, state.num_images)])
     loss_sum, num_images = sum_over_ranks(sums, world).tolist()
@@ -232,50 +193,69 @@ def mean_loss(state: EpochState, world: World) -> float:
     return loss
 
 
-def refuse_nonfinite(loss: float, what: str) -> None:
+class DivergedError(ValueError):
+    """The numbers of a run broke; on every rank alike."""
+
+
+def refuse_nonfinite(value: float, what: str) -> None:
     """Stop a run whose numbers broke.
 
     Raises:
-        ValueError: `loss` is NaN or infinite; the text says what to change.
+        DivergedError: `value` is NaN or infinite; the text says what to change.
     """
-    if not math.isfinite(loss):
-        raise ValueError(
-            f"{what} is {loss}: the run diverged and this state is not saved; "
-            "lower --lr, raise --warmup-epochs, or use --amp-dtype bfloat16 or --no-amp"
+    if not math.isfinite(value):
+        raise DivergedError(
+            f"{what} is {value}: the run diverged and this state is not saved; lower --lr, raise "
+            "--warmup-epochs, use --amp-dtype bfloat16 or --no-amp, or --on-nan rollback"
         )
 
 
-def normalise(images: Tensor, precision: Precision) -> Tensor:
-    """Centre and scale `(N, 3, H, W)` uint8 pixels where they lie, in float32, then to the half."""
-    mean, std = (
-        torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD)
-    )
-    dtype = precision.amp_dtype or torch.float32
-    return ((images - mean) / std).to(dtype, memory_format=precision.memory_format)
+def refuse_broken_weights(model: nn.Module) -> None:
+    """Refuse to save weights that are no longer numbers; waits for the device.
 
-
-def _on_device(
-    batches: Iterable[Batch], precision: Precision, state: EpochState | None = None
-) -> Iterator[Batch]:
-    """Copy batches to the device; add to `state` the time the device stood idle for one.
-
-    On CUDA the host asks for the next batch only when the copy of this one is over, so that a
-    loader may use its memory again, and waiting counts only if the device ran dry meanwhile.
+    Raises:
+        DivergedError: A weight or buffer is NaN or infinite.
     """
-    device = precision.device
-    on_cuda = device.type == "cuda"
-    iterator = iter(batches)
-    busy: torch.cuda.Event | None = None
-    while True:
-        asked = time.perf_counter()
-        batch = next(iterator, None)
-        if state is not None and (busy is None or busy.query()):
-            state.data_wait_s += time.perf_counter() - asked
-        if batch is None:
-            return
-        moved = (batch[0].to(device, non_blocking=True), batch[1].to(device, non_blocking=True))
-        copied = torch.cuda.current_stream(device).record_event() if on_cuda else None
-        yield moved
-        if copied is not None:
-            busy = torch.cuda.current_stream(device).record_event()
-            copied.synchronize()
+    sums = [t.sum(dtype=torch.float64) for t in model.state_dict().values()]
+    refuse_nonfinite(torch.stack(sums).sum().item(), "the sum of all weights")
+
+
+def _loss(learner: Learner, images: Tensor, labels: Tensor) -> Tensor:
+    pixels = normalise(images, learner.precision)
+    if learner.mix is not None:
+        pixels, labels = learner.mix(pixels, labels)
+    with learner.precision.autocast():
+        logits = learner.model(pixels)
+    return F.cross_entropy(
+        at_least_float32(logits), labels, label_smoothing=learner.label_smoothing
+    )
+
+
+def _update(learner: Learner) -> Tensor | None:
+    """Step the optimizer; gives the gradient's norm where clipping needs it."""
+    norm = None
+    if learner.clip_norm is not None:
+        learner.scaler.unscale_(learner.optimizer)
+        norm = nn.utils.clip_grad_norm_(learner.model.parameters(), learner.clip_norm)
+    learner.scaler.step(learner.optimizer)
+    learner.scaler.update()
+    learner.optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def _average(ema: AveragedModel, model: nn.Module, *, restart: bool) -> None:
+    if restart:
+        ema.n_averaged.fill_(0)  # makes the next update a copy
+    ema.update_parameters(bare(model))
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """Take off the wrapper for many ranks."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
+
+
+def _gradients_alone(model: nn.Module, *, alone: bool) -> AbstractContextManager[None]:
+    """Keep the ranks' gradients apart until the last batch of a step."""
+    if alone and isinstance(model, DistributedDataParallel):
+        return model.no_sync()
+    return nullcontext()

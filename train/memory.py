@@ -36,7 +36,7 @@ class TensorSource:
         world_size: int = 1,
     ) -> None:
         self._images, self._labels = images, labels
-        self.wnids = wnids
+        self.wnids = self.class_names = wnids
         self.num_classes = len(wnids)
         self.num_samples = len(labels)
         self.num_damaged = 0

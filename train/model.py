@@ -7,11 +7,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision import models
 
+from train.blocks import add_blurpool
 
-def build_model(name: str, num_classes: int, weights: str | None = None) -> nn.Module:
-    """Build a torchvision classifier, on the CPU.
+
+def build_model(
+    name: str,
+    num_classes: int,
+    weights: str | None = None,
+    *,
+    zero_init: bool = False,
+    blurpool: bool = False,
+) -> nn.Module:
+    """Build a torchvision ResNet, on the CPU.
 
     Its first weights come from torch's global random state, so seed that before.
 
@@ -21,14 +31,30 @@ def build_model(name: str, num_classes: int, weights: str | None = None) -> nn.M
         weights: Name in the model's weights enumeration (downloaded once, by torchvision), or a
             file: a plain state dict, or a checkpoint of ours. The head keeps its random start
             where its shape differs.
+        zero_init: Start the scale of the last BatchNorm of each block at zero, so that a block
+            begins as its shortcut (Goyal et al., arXiv 1706.02677).
+        blurpool: Blur before convolutions with a stride; weights keep their names and shapes.
 
     Raises:
-        ValueError: Weights are unknown or do not fit the model.
+        ValueError: Weights are unknown, cannot be downloaded or do not fit the model.
     """
-    model: nn.Module = models.get_model(name, weights=None, num_classes=num_classes)
+    model: nn.Module = models.get_model(
+        name, weights=None, num_classes=num_classes, zero_init_residual=zero_init
+    )
+    if blurpool:
+        add_blurpool(model)
     if weights is not None:
         _load_weights(model, _read_weights(name, weights), weights)
     return model
+
+
+def new_average(model: nn.Module, decay: float) -> AveragedModel:
+    """Give a moving average of a model's weights and buffers, beside it in the device's memory.
+
+    Its counter stays on the CPU, so that an update waits for nothing.
+    """
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return average.eval().requires_grad_(False)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
@@ -78,7 +104,15 @@ def _read_weights(name: str, weights: str) -> dict[str, Tensor]:
         raise ValueError(
             f"--weights must be a file or one of {', '.join(known)} for {name}, got {weights!r}"
         )
-    state: dict[str, Tensor] = enumeration[member].get_state_dict(progress=False, check_hash=True)
+    try:
+        state: dict[str, Tensor] = enumeration[member].get_state_dict(
+            progress=False, check_hash=True
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--weights {weights}: could not be downloaded ({_first_line(error)}); "
+            "download the file elsewhere and give its path"
+        ) from error
     return state
 
 
@@ -87,7 +121,7 @@ def _read_state_dict(path: Path) -> dict[str, Tensor]:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises its own classes
         raise ValueError(f"{path}: not a file of weights ({_first_line(error)})") from error
-    for key in ("model", "state_dict"):
+    for key in ("ema", "model", "state_dict"):  # of ours, the averaged weights first
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):

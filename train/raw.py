@@ -8,7 +8,8 @@ batched by torch's DataLoader with the recipe's transforms. Order and random num
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -33,7 +34,7 @@ class RawLoader:
         root: Folder with `train/<wnid>/*` and `val`, or its listing.
         split: `train` (random crop and flip) or `val` (resize and centre crop).
         batch_size: Images per step on this rank.
-        crop_size: Side of the crop, in pixels.
+        crop_size: Side of the crop, in pixels; or, for `train`, a function of the epoch.
         resize_size: Shorter side before the centre crop, in pixels; `val` only.
         samples_per_class: Only the first so many of each class.
 
@@ -47,7 +48,7 @@ class RawLoader:
         split: str,
         *,
         batch_size: int,
-        crop_size: int,
+        crop_size: int | Callable[[int], int],
         resize_size: int = 256,
         num_workers: int = 0,
         prefetch: int = 2,
@@ -58,6 +59,7 @@ class RawLoader:
     ) -> None:
         source = open_source(root) if isinstance(root, Path) else root
         self.wnids = source.classes.wnids
+        self.class_names = source.classes.readable()
         samples = _split_of(source, split)
         if samples_per_class is not None:
             labels = np.array([label for _, label in samples])
@@ -68,13 +70,9 @@ class RawLoader:
         self.identity = _hash_listing(source.root, samples)
         self._order = EpochOrder(len(samples), batch_size, split, seed, rank, world_size)
         self.steps_per_epoch = len(self._order)
-        transform = (
-            train_transform(crop_size)
-            if split == "train"
-            else val_transform(crop_size, resize_size)
-        )
+        transform_of = _Transforms(split, crop_size, resize_size)
         self._loader: DataLoader[Any] = DataLoader(
-            RawDataset(samples, transform, seed),
+            RawDataset(samples, transform_of, seed),
             batch_sampler=cast("Any", self._order),
             collate_fn=stack_batch,
             num_workers=num_workers,
@@ -115,8 +113,10 @@ class RawLoader:
 class RawDataset(Dataset[tuple[Tensor, int]]):
     """Decoded and cropped samples, addressed by (epoch, position) so that crops are repeatable."""
 
-    def __init__(self, samples: list[tuple[str, int]], transform: Any, seed: int) -> None:
-        self._samples, self._transform, self._seed = samples, transform, seed
+    def __init__(
+        self, samples: list[tuple[str, int]], transform_of: Callable[[int], Any], seed: int
+    ) -> None:
+        self._samples, self._transform_of, self._seed = samples, transform_of, seed
 
     def __getitem__(self, place: Place) -> tuple[Tensor, int]:
         epoch, position = place
@@ -131,7 +131,22 @@ class RawDataset(Dataset[tuple[Tensor, int]]):
         words = np.random.SeedSequence((self._seed, epoch, position)).generate_state(1)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(int(words[0]))
-            return self._transform(image), label
+            return self._transform_of(epoch)(image), label
+
+
+@dataclass(frozen=True, slots=True)
+class _Transforms:
+    """Gives the transform of an epoch; picklable, for the workers."""
+
+    split: str
+    crop_size: int | Callable[[int], int]
+    resize_size: int
+
+    def __call__(self, epoch: int) -> transforms.Compose:
+        size = self.crop_size(epoch) if callable(self.crop_size) else self.crop_size
+        if self.split == "train":
+            return train_transform(size)
+        return val_transform(size, self.resize_size)
 
 
 class EpochOrder(Sampler[list[Place]]):

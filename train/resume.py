@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, Final
 
@@ -18,11 +18,13 @@ from train.loop import EpochState, Learner
 # optimizer holds, or how the figures compare. Any other one is refused.
 FREE_ON_RESUME: Final = frozenset(
     {
-        *("out", "shards", "src", "recipe", "weights", "resume"),
-        *("stop_after_steps", "checkpoint_every_steps"),
+        *("out", "shards", "src", "recipe", "weights", "zero_init"),
+        *("resume", "resume_anyway", "stop_after_steps", "checkpoint_every_steps", "keep"),
         *("num_threads", "num_workers", "prefetch"),
-        *("device", "amp", "amp_dtype", "channels_last", "precision"),
-        *("lr", "peak_lr", "final_lr", "warmup_epochs"),
+        *("device", "amp", "amp_dtype", "channels_last", "precision", "compile"),
+        *("grad_checkpoint", "lr", "peak_lr", "final_lr", "schedule", "warmup_epochs"),
+        *("lr_step_epochs", "on_nan", "max_rollbacks", "log_every_steps", "tensorboard"),
+        *("one_card_img_per_s", "dry_run", "find_batch_size", "smoke"),
     }
 )
 
@@ -37,30 +39,57 @@ def find_checkpoint(config: FitConfig) -> Checkpoint | None:
     return load_checkpoint(local_path(config.resume))
 
 
-def refuse_changes(
+def is_same_run(
     checkpoint: Checkpoint,
     resolved: Mapping[str, Any],
     wnids: tuple[str, ...],
     identity: Mapping[str, Any],
-) -> None:
+    *,
+    anyway: Callable[[str], None] | None,
+) -> bool:
     """Compare a run with the one that its checkpoint is of.
 
+    Args:
+        checkpoint: To continue from.
+        resolved: Settings of now.
+        wnids: Classes of now.
+        identity: Training data of now.
+        anyway: Where given, takes the differences, and the run may continue as another one.
+
     Raises:
-        ValueError: A setting that makes it another run differs, or the training data do.
+        ValueError: A setting that makes it another run differs, or the data do.
     """
-    flags = {field.name: flag(field.name) for field in fields(FitConfig)}
-    for name, now in resolved.items():
-        before = checkpoint.config.get(name)
-        if name not in FREE_ON_RESUME and before != now:
-            raise ValueError(
-                f"cannot resume: {flags.get(name, name.replace('_', ' '))} was {before!r}, "
-                f"now {now!r}; give the old value, another --out, or --resume none"
-            )
-    if checkpoint.wnids != list(wnids) or checkpoint.data != identity:
+    if checkpoint.wnids != list(wnids):
         raise ValueError(
-            f"cannot resume: the training data are others than before ({checkpoint.data!r}, "
-            f"now {identity!r}); give the old ones, another --out, or --resume none"
+            f"cannot resume: the checkpoint is for {len(checkpoint.wnids)} classes, the data have "
+            f"{len(wnids)}, or others; give another --out, and --weights with the checkpoint"
         )
+    found = _differences(checkpoint, resolved, identity)
+    if found and anyway is None:
+        raise ValueError(
+            f"cannot resume: {'; '.join(found)}; give the old value, another --out, "
+            "--resume none to start over, or --resume-anyway"
+        )
+    if found and anyway is not None:
+        anyway(f"resumes as another run, at the start of an epoch: {'; '.join(found)}")
+    return not found
+
+
+def _differences(
+    checkpoint: Checkpoint, resolved: Mapping[str, Any], identity: Mapping[str, Any]
+) -> list[str]:
+    flags = {field.name: flag(field.name) for field in fields(FitConfig)}
+    found = [
+        f"{flags.get(name, name.replace('_', ' '))} was {checkpoint.config.get(name)!r}, "
+        f"now {now!r}"
+        for name, now in resolved.items()
+        if name not in FREE_ON_RESUME and checkpoint.config.get(name) != now
+    ]
+    if checkpoint.data != identity:
+        found.append(
+            f"the training data are others than before ({checkpoint.data!r}, now {identity!r})"
+        )
+    return found
 
 
 def random_states(device: torch.device) -> dict[str, Any]:
@@ -71,14 +100,34 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def learner_state(learner: Learner, model: nn.Module) -> dict[str, Any]:
+    """Take weights, their average, optimizer, scaler and what is left of the rate."""
+    return {
+        "model": model.state_dict(),
+        "ema": None if learner.ema is None else learner.ema.module.state_dict(),
+        "optimizer": learner.optimizer.state_dict(),
+        "scaler": learner.scaler.state_dict(),
+        "lr_factor": learner.lr_factor,
+    }
+
+
 def restore_learner(learner: Learner, model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Put weights, optimizer and scaler back, also on another device than they were saved on."""
+    """Put weights, their average, optimizer and scaler back, on whatever device they are now.
+
+    Momentum and decay stay those of the options, which differ only with --resume-anyway.
+    """
     model.load_state_dict(checkpoint.model)
+    groups = learner.optimizer.param_groups
+    own = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     learner.optimizer.load_state_dict(checkpoint.optimizer)
-    for group in learner.optimizer.param_groups:
-        group["fused"] = learner.precision.device.type == "cuda"
+    for group, settings in zip(learner.optimizer.param_groups, own, strict=True):
+        group.update(settings)
     if checkpoint.scaler and learner.scaler.is_enabled():
         learner.scaler.load_state_dict(checkpoint.scaler)
+    learner.lr_factor = checkpoint.lr_factor
+    if learner.ema is not None and checkpoint.ema is not None:
+        learner.ema.module.load_state_dict(checkpoint.ema)
+        learner.ema.n_averaged.fill_(1)  # more than none: the next update is no copy
 
 
 def restore_epoch(state: EpochState, checkpoint: Checkpoint, rank: int) -> None:

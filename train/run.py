@@ -1,4 +1,4 @@
-"""Parts of a run made from its options: sources, precision, learner and record."""
+"""Parts of a run made from its options: sources, resolved settings and record."""
 
 from __future__ import annotations
 
@@ -7,95 +7,70 @@ import json
 import platform
 import subprocess
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from prep.files import local_path, write_text_whole
 from prep.sources import Source, open_source
-from train.config import EvalConfig, FitConfig, to_dict
-from train.loop import BatchSource, EpochState, Learner, Precision, Scores
-from train.metrics import EpochRow
-from train.model import parameter_groups
+from train.config import FitConfig, InputConfig, to_dict
+from train.feed import BatchSource
+from train.loop import num_steps_of
+from train.precision import Precision
 from train.raw import RawLoader
-from train.schedule import lr_at, scaled_lr
-from train.world import World, sum_over_ranks
+from train.schedule import crop_size_at, scaled_lr
+from train.world import World
 
 Say = Callable[[str], None]
 
 PACKAGES = ("torch", "torchvision", "numpy", "simplejpeg")
 
 
-def choose_precision(config: FitConfig | EvalConfig, device: torch.device) -> Precision:
-    """Resolve `--amp` and `--amp-dtype` for a device.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FitResult:
+    """How a run ended."""
 
-    Raises:
-        ValueError: float16 is asked for on the CPU.
-    """
-    on_cuda = device.type == "cuda"
-    amp = on_cuda if config.amp is None else config.amp
-    channels_last = on_cuda if config.channels_last is None else config.channels_last
-    amp_dtype = _half_type(config.amp_dtype, device) if amp else None
-    return Precision(device=device, amp_dtype=amp_dtype, channels_last=channels_last)
+    num_epochs_done: int
+    finished: bool
+    """False after --stop-after-steps."""
+    best_top1_pct: float
+    """Of the averaged weights, where there are some."""
+    num_steps: int
+    """Steps made by this start."""
 
 
 def resolve(
     config: FitConfig, train: BatchSource, world: World, precision: Precision
 ) -> dict[str, Any]:
     """Give the options of a run and what follows from them, as plain values."""
-    global_batch_size = config.batch_size * world.world_size
-    half = precision.amp_dtype
+    images_a_step = config.batch_size * config.grad_accum * world.world_size
     return to_dict(config) | {
         "world_size": world.world_size,
-        "global_batch_size": global_batch_size,
-        "peak_lr": scaled_lr(config.lr, global_batch_size),
-        "steps_per_epoch": train.steps_per_epoch,
-        "precision": "float32" if half is None else str(half).removeprefix("torch."),
+        "global_batch_size": images_a_step,
+        "peak_lr": scaled_lr(config.lr, images_a_step),
+        "steps_per_epoch": num_steps_of(train, config.grad_accum),
+        "precision": str(precision),
     }
 
 
-def new_learner(
-    config: FitConfig, model: nn.Module, precision: Precision, world: World, num_steps: int
-) -> Learner:
-    """Give a model on its device an optimizer, a rate for each step and, if need be, ranks.
-
-    Args:
-        num_steps: Steps of one epoch.
-    """
-    on_cuda = precision.device.type == "cuda"
-    peak_lr = scaled_lr(config.lr, config.batch_size * world.world_size)
-    optimizer = torch.optim.SGD(
-        parameter_groups(model, config.weight_decay),
-        lr=peak_lr,
-        momentum=config.momentum,
-        fused=on_cuda,
-    )
-    if world.world_size > 1:
-        model = DistributedDataParallel(
-            model, device_ids=[precision.device] if on_cuda else None, gradient_as_bucket_view=True
-        )
-    return Learner(
-        model=model,
-        optimizer=optimizer,
-        scaler=precision.grad_scaler(),
-        precision=precision,
-        lr_at=partial(
-            lr_at,
-            total_steps=config.epochs * num_steps,
-            warmup_steps=int(config.warmup_epochs * num_steps),
-            peak_lr=peak_lr,
-            final_lr=config.final_lr,
-        ),
-        label_smoothing=config.label_smoothing,
+def train_crop_size(config: FitConfig, epoch: int) -> int:
+    """Give the side of the training crop in an epoch, in pixels."""
+    if config.crop_size_start is None:
+        return config.train_crop_size
+    return crop_size_at(
+        epoch,
+        start=config.crop_size_start,
+        end=config.train_crop_size,
+        ramp_start=config.crop_ramp_start,
+        ramp_end=config.crop_ramp_end,
     )
 
 
-def list_raw(config: FitConfig | EvalConfig) -> Source | None:
+def list_raw(config: InputConfig) -> Source | None:
     """List the raw folder, if `--src` names one; once for both splits."""
     return None if config.src is None else open_source(config.src)
 
@@ -104,15 +79,14 @@ def open_train(config: FitConfig, world: World, raw: Source | None) -> BatchSour
     """Open the train split of `--shards`, or of a listed raw folder."""
     shared: dict[str, Any] = {
         "batch_size": config.batch_size,
-        "crop_size": config.train_crop_size,
+        "crop_size": partial(train_crop_size, config),
         "num_workers": config.num_workers,
         "prefetch": config.prefetch,
         "seed": config.seed,
         "rank": world.rank,
         "world_size": world.world_size,
+        "samples_per_class": config.samples_per_class,
     }
-    if config.samples_per_class is not None:
-        shared["samples_per_class"] = config.samples_per_class
     if raw is not None:
         return RawLoader(raw, "train", **shared)
     return _open_shards(
@@ -125,7 +99,7 @@ def open_train(config: FitConfig, world: World, raw: Source | None) -> BatchSour
 
 
 def open_val(
-    config: FitConfig | EvalConfig,
+    config: InputConfig,
     world: World,
     raw: Source | None,
     crop_size: int,
@@ -140,6 +114,7 @@ def open_val(
         "prefetch": config.prefetch,
         "rank": world.rank,
         "world_size": world.world_size,
+        "samples_per_class": config.val_samples_per_class,
     }
     if raw is not None:
         return RawLoader(raw, "val", **shared)
@@ -172,7 +147,8 @@ def describe(
     return (
         f"{resolved['model']} on {device} ({device_name(device)}), {resolved['precision']}: "
         f"{train.num_samples} training images in {train.num_classes} classes, "
-        f"{val.num_samples} to evaluate, {train.steps_per_epoch} steps an epoch, "
+        f"{val.num_samples} to evaluate, {resolved['steps_per_epoch']} steps an epoch of "
+        f"{resolved['global_batch_size']} images, "
         f"peak lr {resolved['peak_lr']:g}" + (f"; continues from {place}" if place else "")
     )
 
@@ -215,16 +191,6 @@ def _open_shards(shards: Path | None, split: str, **settings: Any) -> BatchSourc
     return ShardLoader(shards, split, **settings)
 
 
-def _half_type(name: str, device: torch.device) -> torch.dtype:
-    if name == "float16" and device.type == "cpu":
-        raise ValueError("--amp-dtype float16 needs a CUDA device; on the CPU give bfloat16")
-    if name == "float16" or (
-        name == "auto" and device.type == "cuda" and not torch.cuda.is_bf16_supported()
-    ):
-        return torch.float16
-    return torch.bfloat16
-
-
 def _version(package: str) -> str | None:
     try:
         return metadata.version(package)
@@ -240,32 +206,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout.strip() or None if done.returncode == 0 else None
-
-
-def epoch_row(
-    state: EpochState,
-    scores: Scores,
-    *,
-    train_loss: float,
-    val_seconds: float,
-    lr: float,
-    num_steps: int,
-    world: World,
-) -> EpochRow:
-    """Give the log's row of a finished epoch; counts are summed over the ranks."""
-    counts = torch.tensor([state.num_images, state.num_damaged], device=state.loss_sum.device)
-    num_images, num_damaged = sum_over_ranks(counts, world).tolist()
-    seconds = max(state.seconds, 1e-9)
-    return EpochRow(
-        epoch=state.epoch + 1,
-        step=(state.epoch + 1) * num_steps,
-        lr=lr,
-        train_loss=train_loss,
-        val_loss=scores.loss,
-        top1_pct=scores.top1_pct,
-        top5_pct=scores.top5_pct,
-        seconds=state.seconds + val_seconds,
-        img_per_s=num_images / seconds,
-        data_wait_pct=100 * state.data_wait_s / seconds,
-        num_damaged=num_damaged,
-    )

@@ -7,10 +7,14 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from datetime import timedelta
+from typing import Any, Final
 
 import torch
 from torch import Tensor, distributed, nn
+
+TIMEOUT: Final = timedelta(minutes=10)
+"""Longest that a rank waits for the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +69,11 @@ def pick_device(name: str, world: World) -> torch.device:
 
 @contextmanager
 def joined(world: World, device: torch.device) -> Iterator[None]:
-    """Join the process group for the block: NCCL for CUDA on Linux, gloo elsewhere."""
+    """Join the process group for the block: NCCL for CUDA on Linux, gloo elsewhere.
+
+    Raises:
+        ConnectionError: Another rank ended, or did not answer for ten minutes.
+    """
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.world_size == 1:
@@ -75,12 +83,29 @@ def joined(world: World, device: torch.device) -> Iterator[None]:
         os.environ.setdefault("USE_LIBUV", "0")  # torch's Windows wheels come without it
     use_nccl = device.type == "cuda" and distributed.is_nccl_available()
     distributed.init_process_group(
-        "nccl" if use_nccl else "gloo", rank=world.rank, world_size=world.world_size
+        "nccl" if use_nccl else "gloo",
+        rank=world.rank,
+        world_size=world.world_size,
+        timeout=TIMEOUT,
     )
     try:
         yield
+    except RuntimeError as error:
+        if not _is_of_network(error):
+            raise
+        raise ConnectionError(
+            f"rank {world.rank} of {world.world_size}: another rank ended or no longer answers; "
+            "its own error stands above or in its own window. The same command continues"
+        ) from error
     finally:
         distributed.destroy_process_group()
+
+
+def _is_of_network(error: RuntimeError) -> bool:
+    """Tell errors of the process group from others; gloo's have no class of their own."""
+    text = str(error).lower()
+    words = ("gloo", "nccl", "connection", "timed out waiting")
+    return isinstance(error, distributed.DistError) or any(word in text for word in words)
 
 
 def sum_over_ranks(values: Tensor, world: World) -> Tensor:
