@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor, nn
 
-from train.checkpoint import load_checkpoint
+from train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from train.config import FitConfig
 from train.fit import fit_sources
 from train.memory import TensorSource
 from train.metrics import CsvLog, EpochRow, StepRow
+from train.model import build_model
 from train.run import FitResult
 from train.world import joined, read_world
 
@@ -132,3 +135,64 @@ def write_logs(folder: Path, num_epochs: int = 3, **changes: float) -> Path:
     for epoch in range(1, num_epochs + 1):
         log.append(replace(EPOCH, epoch=epoch, step=10 * epoch, **changes))  # type: ignore[arg-type]
     return folder
+
+
+COLOUR_WNIDS = ["n00", "n01", "n02"]
+COLOUR_NAMES = ["red, crimson", "green", "n02"]
+RED, GREEN, BLUE = (200, 50, 50), (50, 200, 50), (50, 50, 200)
+
+
+def colour_state() -> dict[str, Any]:
+    """Weights of a ResNet-18 that hands the three channels' brightness through to its scores."""
+    state = build_model("resnet18", 3).state_dict()
+    for name, value in state.items():
+        if value.ndim == 4 or name.startswith("fc."):
+            value.zero_()
+        for channel in range(3):
+            if name == "conv1.weight":
+                value[channel, channel, 3, 3] = 1
+            elif name.endswith("downsample.0.weight"):
+                value[channel, channel, 0, 0] = 1
+            elif name == "fc.weight":
+                value[channel, channel] = 8
+    state["bn1.bias"].fill_(3)  # no normalised pixel is below -3, where ReLU would cut
+    return dict(state)
+
+
+def swapped_state() -> dict[str, Any]:
+    """The same, but green and blue are taken for each other."""
+    state = colour_state()
+    state["fc.weight"] = state["fc.weight"][[0, 2, 1]]
+    return state
+
+
+def colour_checkpoint(
+    path: Path,
+    ema: dict[str, Any] | None = None,
+    *,
+    state: dict[str, Any] | None = None,
+    **run: Any,
+) -> Path:
+    """Save a checkpoint of a 3-class ResNet-18 at 32 pixels; `run` changes its options."""
+    config = {"model": "resnet18", "blurpool": False, "val_flip": False}
+    config |= {"val_crop_size": 32, "val_resize_size": 36}
+    checkpoint = Checkpoint(
+        epoch=1,
+        step=0,
+        model=colour_state() if state is None else state,
+        optimizer={},
+        scaler={},
+        ema=ema,
+        best_top1_pct=50.0,
+        ranks=[],
+        config=config | run,
+        wnids=COLOUR_WNIDS,
+        class_names=COLOUR_NAMES,
+        data={},
+    )
+    save_checkpoint(path, checkpoint)
+    return path
+
+
+def picture(colour: tuple[int, int, int], height: int = 40, width: int = 48) -> Image.Image:
+    return Image.fromarray(np.full((height, width, 3), colour, np.uint8))

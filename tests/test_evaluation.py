@@ -8,12 +8,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 
-from train.checkpoint import Checkpoint, save_checkpoint
+from runs import (
+    BLUE,
+    COLOUR_WNIDS,
+    GREEN,
+    RED,
+    colour_checkpoint,
+    colour_state,
+    picture,
+    swapped_state,
+)
 from train.evaluation import (
     ClassScore,
     Confusion,
@@ -28,69 +35,9 @@ from train.precision import Precision
 from train.score import evaluate
 from train.world import World
 
-WNIDS = ["n00", "n01", "n02"]
-NAMES = ["red, crimson", "green", "n02"]
-RED, GREEN, BLUE = (200, 50, 50), (50, 200, 50), (50, 50, 200)
-
-
-def colour_state() -> dict[str, Any]:
-    """Weights of a ResNet-18 that hands the three channels' brightness through to its scores."""
-    state = build_model("resnet18", 3).state_dict()
-    for name, value in state.items():
-        if value.ndim == 4 or name.startswith("fc."):
-            value.zero_()
-        for channel in range(3):
-            if name == "conv1.weight":
-                value[channel, channel, 3, 3] = 1
-            elif name.endswith("downsample.0.weight"):
-                value[channel, channel, 0, 0] = 1
-            elif name == "fc.weight":
-                value[channel, channel] = 8
-    state["bn1.bias"].fill_(3)  # no normalised pixel is below -3, where ReLU would cut
-    return dict(state)
-
-
-def swapped_state() -> dict[str, Any]:
-    """The same, but green and blue are taken for each other."""
-    state = colour_state()
-    state["fc.weight"] = state["fc.weight"][[0, 2, 1]]
-    return state
-
-
-def colour_checkpoint(
-    path: Path,
-    ema: dict[str, Any] | None = None,
-    *,
-    state: dict[str, Any] | None = None,
-    **run: Any,
-) -> Path:
-    """Save a checkpoint of a 3-class ResNet-18 at 32 pixels; `run` changes its options."""
-    config = {"model": "resnet18", "blurpool": False, "val_flip": False}
-    config |= {"val_crop_size": 32, "val_resize_size": 36}
-    checkpoint = Checkpoint(
-        epoch=1,
-        step=0,
-        model=colour_state() if state is None else state,
-        optimizer={},
-        scaler={},
-        ema=ema,
-        best_top1_pct=50.0,
-        ranks=[],
-        config=config | run,
-        wnids=WNIDS,
-        class_names=NAMES,
-        data={},
-    )
-    save_checkpoint(path, checkpoint)
-    return path
-
-
-def picture(colour: tuple[int, int, int], height: int = 40, width: int = 48) -> Image.Image:
-    return Image.fromarray(np.full((height, width, 3), colour, np.uint8))
-
 
 def make_val(root: Path, pictures: dict[str, list[tuple[int, int, int]]]) -> Path:
-    for wnid in WNIDS:
+    for wnid in COLOUR_WNIDS:
         (root / "val" / wnid).mkdir(parents=True)
         for number, colour in enumerate(pictures.get(wnid, [])):
             picture(colour).save(root / "val" / wnid / f"{wnid}_{number}.png")
@@ -247,7 +194,7 @@ def test_the_counts_of_all_ranks_add_up_to_those_of_one(world_size: int) -> None
             images,
             labels,
             "val",
-            wnids=tuple(WNIDS),
+            wnids=tuple(COLOUR_WNIDS),
             batch_size=4,
             rank=rank,
             world_size=num_ranks,

@@ -10,7 +10,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision import transforms
 
-from test_evaluation import BLUE, GREEN, RED, colour_checkpoint, picture, swapped_state
+from runs import BLUE, GREEN, RED, colour_checkpoint, picture, swapped_state
 from train.model import build_model
 from train.options import PredictConfig
 from train.predict import list_pictures, predict, top_classes
