@@ -19,11 +19,11 @@ class BlurConv2d(nn.Conv2d):
     again, arXiv 1904.11486), in the place where ffcv-imagenet has it.
     """
 
+    blur: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         """Blur each channel, then convolve."""
-        row = torch.tensor([1.0, 2.0, 1.0], device=x.device, dtype=x.dtype) / 4
-        kernel = torch.outer(row, row).expand(x.shape[1], 1, 3, 3)
-        return super().forward(F.conv2d(x, kernel, padding=1, groups=x.shape[1]))
+        return super().forward(F.conv2d(x, self.blur, padding=1, groups=x.shape[1]))
 
 
 class ForgettingStage(nn.Sequential):
@@ -79,6 +79,9 @@ def _blurred(plain: nn.Conv2d) -> BlurConv2d:
         device="meta",
     )
     blurred.weight, blurred.bias = plain.weight, plain.bias
+    row = torch.tensor([1.0, 2.0, 1.0], device=plain.weight.device) / 4
+    kernel = torch.outer(row, row).repeat(plain.in_channels, 1, 1, 1)
+    blurred.register_buffer("blur", kernel, persistent=False)  # no weight: stays out of the files
     return blurred
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from train.average import WeightAverage
 from train.blocks import forget_activations
 from train.config import FitConfig
 from train.loop import Learner, Mix
-from train.model import build_model, new_average, parameter_groups, refuse_softmax
+from train.model import build_model, parameter_groups, refuse_softmax
 from train.precision import Precision
 from train.schedule import lr_at, scaled_lr
 from train.world import World
@@ -93,7 +94,7 @@ def new_learner(
         momentum=config.momentum,
         fused=precision.device.type == "cuda",
     )
-    ema = None if config.ema_decay is None else new_average(model, config.ema_decay)
+    ema = None if config.ema_decay is None else WeightAverage(model, config.ema_decay)
     return Learner(
         model=_wrapped(config, model, precision, world),
         optimizer=optimizer,

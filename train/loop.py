@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.optim.swa_utils import AveragedModel
 
+from train.average import WeightAverage
 from train.feed import Batch, BatchSource, on_device
 from train.precision import Precision, normalise
 from train.score import at_least_float32
@@ -44,10 +44,10 @@ class Learner:
     mix: Mix | None = None
     """Mixes normalised images and labels of a batch; gives `(N, C)` shares as labels."""
     clip_norm: float | None = None
-    ema: AveragedModel | None = None
-    """Average of the bare model's weights."""
+    ema: WeightAverage | None = None
+    """Follows the bare model's weights."""
     ema_start_step: int = 0
-    """Up to this step of the run the average is a copy."""
+    """Before this step of the run, and after the first one, the average is a copy."""
 
     def lr(self, step: int) -> float:
         """Give the rate of a step of the run."""
@@ -176,7 +176,7 @@ def train_step(
         raise RuntimeError(f"step {step} got {place} of {num_batches} batches: the source ended")
     result.grad_norm = _update(learner)
     if learner.ema is not None:
-        _average(learner.ema, learner.model, restart=step < learner.ema_start_step)
+        learner.ema.update(copy=step < max(learner.ema_start_step, 1))
     return result
 
 
@@ -241,17 +241,6 @@ def _update(learner: Learner) -> Tensor | None:
     learner.scaler.update()
     learner.optimizer.zero_grad(set_to_none=True)
     return norm
-
-
-def _average(ema: AveragedModel, model: nn.Module, *, restart: bool) -> None:
-    if restart:
-        ema.n_averaged.fill_(0)  # makes the next update a copy
-    ema.update_parameters(bare(model))
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """Take off the wrapper for many ranks."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def _gradients_alone(model: nn.Module, *, alone: bool) -> AbstractContextManager[None]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision import models
 
 from train.blocks import add_blurpool
@@ -46,15 +45,6 @@ def build_model(
     if weights is not None:
         _load_weights(model, _read_weights(name, weights), weights)
     return model
-
-
-def new_average(model: nn.Module, decay: float) -> AveragedModel:
-    """Give a moving average of a model's weights and buffers, beside it in the device's memory.
-
-    Its counter stays on the CPU, so that an update waits for nothing.
-    """
-    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
-    return average.eval().requires_grad_(False)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

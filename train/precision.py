@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Final
 
 import torch
@@ -67,11 +68,16 @@ def set_fast_math() -> None:
 
 def normalise(images: Tensor, precision: Precision) -> Tensor:
     """Centre and scale `(N, 3, H, W)` uint8 pixels where they lie, in float32, then to the half."""
-    mean, std = (
-        torch.tensor(values, device=images.device).view(1, 3, 1, 1) for values in (MEAN, STD)
-    )
+    mean, std = _statistics(images.device)
     dtype = precision.amp_dtype or torch.float32
     return ((images - mean) / std).to(dtype, memory_format=precision.memory_format)
+
+
+@cache
+def _statistics(device: torch.device) -> tuple[Tensor, Tensor]:
+    """Give mean and spread, `(1, 3, 1, 1)` float32; made once: the copy waits for the device."""
+    mean, std = (torch.tensor(values, device=device).view(1, 3, 1, 1) for values in (MEAN, STD))
+    return mean, std
 
 
 def _half_type(name: str, device: torch.device) -> torch.dtype:

@@ -125,9 +125,8 @@ def restore_learner(learner: Learner, model: nn.Module, checkpoint: Checkpoint) 
     if checkpoint.scaler and learner.scaler.is_enabled():
         learner.scaler.load_state_dict(checkpoint.scaler)
     learner.lr_factor = checkpoint.lr_factor
-    if learner.ema is not None and checkpoint.ema is not None:
-        learner.ema.module.load_state_dict(checkpoint.ema)
-        learner.ema.n_averaged.fill_(1)  # more than none: the next update is no copy
+    if learner.ema is not None:
+        learner.ema.module.load_state_dict(checkpoint.ema or checkpoint.model)
 
 
 def restore_epoch(state: EpochState, checkpoint: Checkpoint, rank: int) -> None:
