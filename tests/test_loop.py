@@ -322,10 +322,10 @@ def test_a_rollback_factor_scales_the_rate() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(value: float) -> None:
     model = net()
-    refuse_broken_weights(model)
+    refuse_broken_weights(model, World())
     model.get_parameter("0.weight").data[0, 0, 0, 0] = value
     with pytest.raises(DivergedError, match="the sum of all weights is"):
-        refuse_broken_weights(model)
+        refuse_broken_weights(model, World())
 
 
 @pytest.mark.gpu

@@ -210,14 +210,15 @@ def refuse_nonfinite(value: float, what: str) -> None:
         )
 
 
-def refuse_broken_weights(model: nn.Module) -> None:
+def refuse_broken_weights(model: nn.Module, world: World) -> None:
     """Refuse to save weights that are no longer numbers; waits for the device.
 
     Raises:
-        DivergedError: A weight or buffer is NaN or infinite.
+        DivergedError: A weight or buffer is NaN or infinite, on whatever rank; on every rank alike.
     """
     sums = [t.sum(dtype=torch.float64) for t in model.state_dict().values()]
-    refuse_nonfinite(torch.stack(sums).sum().item(), "the sum of all weights")
+    total = sum_over_ranks(torch.stack(sums).sum(), world)
+    refuse_nonfinite(total.item(), "the sum of all weights")
 
 
 def _loss(learner: Learner, images: Tensor, labels: Tensor) -> Tensor:

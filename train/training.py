@@ -254,7 +254,7 @@ class Run:
 
     def _save(self, name: str) -> None:
         """Write a checkpoint of this moment; every rank must come here."""
-        refuse_broken_weights(self._model)
+        refuse_broken_weights(self._model, self._world)
         own = self._state.to_dict() | resume.random_states(self._precision.device)
         ranks = gather_from_ranks(own, self._world)
         if not self._world.is_main:
