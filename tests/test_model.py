@@ -62,6 +62,23 @@ def test_the_head_is_replaced_when_the_classes_differ(tmp_path: Path) -> None:
     assert torch.equal(saved["layer4.1.conv2.weight"], loaded["layer4.1.conv2.weight"])
 
 
+def test_the_head_of_other_classes_is_replaced_though_they_are_as_many(tmp_path: Path) -> None:
+    saved = build_model("resnet18", 3).state_dict()
+    torch.save({"model": saved, "wnids": ["a", "b", "c"]}, tmp_path / "w.pt")
+    for wnids, kept in ((None, True), (("a", "b", "c"), True), (("a", "b", "d"), False)):
+        loaded = build_model("resnet18", 3, str(tmp_path / "w.pt"), wnids=wnids).state_dict()
+        assert torch.equal(saved["fc.weight"], loaded["fc.weight"]) is kept
+        assert torch.equal(saved["layer4.1.conv2.weight"], loaded["layer4.1.conv2.weight"])
+
+
+def test_weights_without_a_head_leave_it_at_its_start(tmp_path: Path) -> None:
+    saved = build_model("resnet18", 3).state_dict()
+    body = {key: value for key, value in saved.items() if not key.startswith("fc.")}
+    torch.save(body, tmp_path / "w.pt")
+    loaded = build_model("resnet18", 4, str(tmp_path / "w.pt")).state_dict()
+    assert torch.equal(saved["conv1.weight"], loaded["conv1.weight"])
+
+
 def test_unknown_weights_are_refused_with_the_names_that_exist() -> None:
     with pytest.raises(
         ValueError,

@@ -65,8 +65,8 @@ class InputConfig:
     amp_dtype: AmpDtypeName = "auto"
     """Half type of mixed precision; auto is bfloat16 where the card has it."""
     channels_last: bool | None = None
-    """Keep images and weights in channels_last memory. Without this flag: with CUDA only, for it
-    makes float32 on the CPU two to three times slower."""
+    """Keep images and weights in channels_last memory.
+    Without this flag: with CUDA only (float32 on the CPU gets two to three times slower)."""
 
     def check_input(self) -> None:
         """Check the shared options.
@@ -95,7 +95,7 @@ class FitConfig(InputConfig):
     """Network, as torchvision names it."""
     weights: str | None = None
     """Start from these weights: a torchvision name such as DEFAULT or IMAGENET1K_V2, or a file.
-    The head is replaced when its number of classes differs. Lower --lr (0.01 to 0.05) with it."""
+    The head is replaced when its classes differ. Lower --lr (0.01 to 0.05) with it."""
     zero_init: bool = False
     """Start the scale of the last BatchNorm of each block at zero."""
     blurpool: bool = False
@@ -139,11 +139,11 @@ class FitConfig(InputConfig):
     mixup_alpha: float = 0.0
     """Mix pairs of images by a share drawn from Beta(alpha, alpha); 0 does not."""
     cutmix_alpha: float = 0.0
-    """Paste a box of one image into another, sized by Beta(alpha, alpha); 0 does not. With both,
-    a batch gets one of the two."""
+    """Paste a box of one image into another, sized by Beta(alpha, alpha); 0 does not.
+    With --mixup-alpha too, each batch gets one of the two."""
     ema_decay: float | None = None
-    """Keep a moving average of the weights that forgets 1 - decay at each step (0.9999 suits
-    ImageNet, 0.99 a few hundred steps); it is evaluated beside the raw ones."""
+    """Average the weights, forgetting 1 - decay at each step; evaluated beside the raw ones.
+    0.9999 suits ImageNet, 0.99 a run of some hundred steps."""
     clip_norm: float | None = None
     """Scale the gradient of a step down to this norm, over all weights."""
     seed: int = 0

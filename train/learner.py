@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,7 +22,12 @@ from train.world import World
 
 
 def new_model(
-    config: FitConfig, num_classes: int, precision: Precision, *, weights: str | None
+    config: FitConfig,
+    num_classes: int,
+    precision: Precision,
+    *,
+    weights: str | None,
+    wnids: Sequence[str] | None = None,
 ) -> nn.Module:
     """Build the network that `config` names, on the device; the seed decides its first weights.
 
@@ -33,6 +39,7 @@ def new_model(
         config.model,
         num_classes,
         weights,
+        wnids=wnids,
         zero_init=config.zero_init,
         blurpool=config.blurpool,
     )

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -11,12 +12,15 @@ from torchvision import models
 
 from train.blocks import add_blurpool
 
+HEAD: Final = ("fc.weight", "fc.bias")
+
 
 def build_model(
     name: str,
     num_classes: int,
     weights: str | None = None,
     *,
+    wnids: Sequence[str] | None = None,
     zero_init: bool = False,
     blurpool: bool = False,
 ) -> nn.Module:
@@ -29,7 +33,8 @@ def build_model(
         num_classes: Outputs of the head.
         weights: Name in the model's weights enumeration (downloaded once, by torchvision), or a
             file: a plain state dict, or a checkpoint of ours. The head keeps its random start
-            where its shape differs.
+            where its shape differs, is missing, or belongs to a checkpoint of other classes.
+        wnids: Classes in label order, where known.
         zero_init: Start the scale of the last BatchNorm of each block at zero, so that a block
             begins as its shortcut (Goyal et al., arXiv 1706.02677).
         blurpool: Blur before convolutions with a stride; weights keep their names and shapes.
@@ -43,7 +48,7 @@ def build_model(
     if blurpool:
         add_blurpool(model)
     if weights is not None:
-        _load_weights(model, _read_weights(name, weights), weights)
+        _load_weights(model, _read_weights(name, weights, wnids), weights)
     return model
 
 
@@ -83,10 +88,10 @@ def refuse_softmax(model: nn.Module, crop_size: int) -> None:
         )
 
 
-def _read_weights(name: str, weights: str) -> dict[str, Tensor]:
+def _read_weights(name: str, weights: str, wnids: Sequence[str] | None) -> dict[str, Tensor]:
     path = Path(weights)
     if path.is_file():
-        return _read_state_dict(path)
+        return _read_state_dict(path, wnids)
     enumeration = models.get_model_weights(name)
     known = list(enumeration.__members__)  # DEFAULT, an alias, is among them
     member = weights.rpartition(".")[2]
@@ -106,23 +111,27 @@ def _read_weights(name: str, weights: str) -> dict[str, Tensor]:
     return state
 
 
-def _read_state_dict(path: Path) -> dict[str, Tensor]:
+def _read_state_dict(path: Path, wnids: Sequence[str] | None) -> dict[str, Tensor]:
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # unpickling raises its own classes
         raise ValueError(f"{path}: not a file of weights ({_first_line(error)})") from error
+    state = content
     for key in ("ema", "model", "state_dict"):  # of ours, the averaged weights first
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
     if not isinstance(state, dict) or not all(isinstance(v, Tensor) for v in state.values()):
         raise ValueError(f"{path}: holds no state dict of a model")
-    return {str(key).removeprefix("module."): value for key, value in state.items()}
+    trained = content.get("wnids") if isinstance(content, dict) else None
+    others = isinstance(trained, list) and wnids is not None and trained != list(wnids)
+    named = {str(key).removeprefix("module."): value for key, value in state.items()}
+    return {key: v for key, v in named.items() if not (others and key in HEAD)}
 
 
 def _load_weights(model: nn.Module, state: dict[str, Tensor], origin: str) -> None:
     own = model.state_dict()
-    head = [k for k in ("fc.weight", "fc.bias") if k in own]
-    if any(k in state and state[k].shape != own[k].shape for k in head):
+    head = [k for k in HEAD if k in own]
+    if any(k not in state or state[k].shape != own[k].shape for k in head):
         state = {k: v for k, v in state.items() if k not in head} | {k: own[k] for k in head}
     try:
         model.load_state_dict(state)

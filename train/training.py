@@ -88,7 +88,8 @@ class Run:
         )
         if model is None:
             weights = None if checkpoint else config.weights
-            model = new_model(config, num_classes, self._precision, weights=weights)
+            wnids = self._train.wnids
+            model = new_model(config, num_classes, self._precision, weights=weights, wnids=wnids)
         else:
             model = place_model(config, model, self._precision)
         torch.manual_seed(config.seed + world.rank)  # mixing and dropout differ between ranks
