@@ -332,8 +332,9 @@ def test_a_steady_run_is_not_warned_about(rates: list[float]) -> None:
 
 def test_two_slow_epochs_are_warned_about() -> None:
     assert slow_decline([800.0, 1000.0, 990.0, 880.0, 700.4]) == (
-        "warning: the last two epochs ran at 880 and 700 img/s, the best one at 1000: look at the "
-        "GPU's temperature, the antivirus, other programs and the power plan"
+        "warning: the last two epochs ran at 880 and 700 img/s, the best one at 1000: look at "
+        "other programs, the antivirus, the power plan and, where there is one, the GPU's "
+        "temperature"
     )
 
 

@@ -241,8 +241,8 @@ def slow_decline(rates: Sequence[float]) -> str | None:
         return None
     return (
         f"warning: the last two epochs ran at {rates[-2]:.0f} and {rates[-1]:.0f} img/s, the best "
-        f"one at {best:.0f}: look at the GPU's temperature, the antivirus, other programs and "
-        "the power plan"
+        f"one at {best:.0f}: look at other programs, the antivirus, the power plan and, where "
+        "there is one, the GPU's temperature"
     )
 
 
