@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from prep.index import load_index
 from prep.shards import ShardError
 from train.data import ShardDataset, ShardLoader
 from train.dataset import ShardDataset as MapStyle
+from train.schedule import crop_size_at
 
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -78,9 +80,19 @@ def test_threads_prefetch_and_history_change_nothing(mixed: Path, split_and_orde
         assert equal(list(loader.epoch(2)), wanted)
 
 
+GROWING = partial(crop_size_at, start=8, end=24, ramp_start=0, ramp_end=2)
+
+
+def test_a_crop_size_may_grow_over_the_epochs(mixed: Path) -> None:
+    for epoch, size in ((0, 8), (1, 16), (2, 24)):
+        grown = load(mixed, epoch=epoch, crop_size=GROWING)
+        assert {images.shape[2:] for images, _ in grown} == {(size, size)}
+        assert equal(grown, load(mixed, epoch=epoch, crop_size=size))
+
+
 @pytest.mark.slow
 def test_workers_give_the_same_batches_over_epochs_and_start_once(mixed: Path) -> None:
-    options: dict[str, Any] = {"batch_size": 3, "crop_size": 16, "num_threads": 2}
+    options: dict[str, Any] = {"batch_size": 3, "crop_size": GROWING, "num_threads": 2}
     with ShardLoader(mixed, "train", num_workers=2, **options) as loader:
         started: set[int] = set()
         for epoch in range(3):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from train.raw import EpochOrder, RawLoader
+from train.schedule import crop_size_at
 
 NUM_TRAIN = 5
 
@@ -142,11 +144,12 @@ def test_what_crosses_to_a_worker_can_be_pickled(raw: Path) -> None:
 
 @pytest.mark.slow
 def test_workers_change_nothing_and_live_over_epochs(raw: Path) -> None:
-    with open_raw(raw, num_workers=1) as loader:
+    growing = partial(crop_size_at, start=16, end=32, ramp_start=0, ramp_end=1)
+    with open_raw(raw, num_workers=1, crop_size=growing) as loader:
         next(iter(loader.epoch(0)))  # left half way
         first, second = list(loader.epoch(0)), list(loader.epoch(1, 2))
-    assert equal(first, batches_of(open_raw(raw)))
-    assert equal(second, batches_of(open_raw(raw), 1, 2))
+    assert equal(first, batches_of(open_raw(raw, crop_size=16)))
+    assert equal(second, batches_of(open_raw(raw, crop_size=32), 1, 2))
 
 
 @given(
