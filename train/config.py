@@ -155,7 +155,7 @@ class FitConfig(InputConfig):
     sync_bn: bool = False
     """Share BatchNorm's statistics over the ranks (CUDA only)."""
     grad_checkpoint: bool = False
-    """Forget activations inside each block and compute them again: less memory, a third slower."""
+    """Forget activations inside each block: less memory for one more forward pass."""
     checkpoint_every_steps: int | None = None
     """Save last.pt every so many steps too, not only at each epoch's end."""
     keep: int = 1
