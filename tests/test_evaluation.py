@@ -1,10 +1,6 @@
 from __future__ import annotations
 
 import csv
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +15,7 @@ from runs import (
     colour_checkpoint,
     colour_state,
     picture,
+    ranks,
     swapped_state,
 )
 from train.evaluation import (
@@ -213,30 +210,10 @@ def test_the_counts_of_all_ranks_add_up_to_those_of_one(world_size: int) -> None
 def test_two_ranks_write_the_tables_of_one(tmp_path: Path, src: Path) -> None:
     checkpoint = colour_checkpoint(tmp_path / "last.pt")
     alone = run(checkpoint, src, out=tmp_path / "alone")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    command = [sys.executable, "-W", "error", "-m", "train", "eval", "--device", "cpu"]
-    command += ["--checkpoint", str(checkpoint), "--src", str(src), "--out", str(tmp_path / "two")]
-    shared = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    shared |= {"OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank},
-        )
-        for rank in ("0", "1")
-    ]
-    try:
-        ended = [rank.communicate(timeout=180) for rank in ranks]
-    finally:  # ranks that wait for each other would outlive the test
-        for rank in ranks:
-            rank.kill()
-            rank.communicate()
-    assert [rank.returncode for rank in ranks] == [0, 0], ended
+    command = ["-m", "train", "eval", "--device", "cpu", "--checkpoint", str(checkpoint)]
+    with ranks(*command, "--src", str(src), "--out", str(tmp_path / "two")) as started:
+        ended = [rank.communicate(timeout=180) for rank in started]
+        assert [rank.returncode for rank in started] == [0, 0], ended
     lines = ended[0][0].splitlines()
     assert lines == [alone[0] + "  ranks 2", *alone[1:]]
     assert ended[1][0] == ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from runs import plain_net, wide_net
 from train.average import WeightAverage
 from train.loop import (
     DivergedError,
@@ -39,18 +40,6 @@ class SpySGD(torch.optim.SGD):
         return super().step(*args, **options)
 
 
-def net(num_classes: int = 3) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, num_classes),
-    )
-
-
 def learner(
     precision: Precision = FLOAT32,
     *,
@@ -58,7 +47,7 @@ def learner(
     model: nn.Module | None = None,
     **options: Any,
 ) -> Learner:
-    model = model or net().to(memory_format=precision.memory_format)
+    model = model or plain_net().to(memory_format=precision.memory_format)
     scaler = torch.amp.GradScaler("cpu", enabled=True) if scaled else precision.grad_scaler()
     return Learner(
         model=model,
@@ -217,21 +206,9 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_advice() -> None:
         mean_loss(state, World())
 
 
-class Wide(nn.Module):
-    """A net in float64 without BatchNorm, for which sums of gradients are exact enough."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(400, 3))
-        self.double()
-
-    def forward(self, images: Tensor) -> Tensor:
-        scores: Tensor = self.layers(images.double())
-        return scores
-
-
-def by_hand(model: Wide, groups: list[tuple[Tensor, Tensor]], clip_norm: float | None) -> float:
+def by_hand(
+    model: nn.Module, groups: list[tuple[Tensor, Tensor]], clip_norm: float | None
+) -> float:
     """Train on whole groups with SGD as written in the textbook; gives the last gradient's norm."""
     weights = list(model.parameters())
     speeds = [torch.zeros_like(w) for w in weights]
@@ -260,9 +237,9 @@ def test_accumulation_is_the_large_batch_and_the_last_short_group_counts_by_its_
         for first in (0, 4, 8)
     ]
     assert [len(labels) for _, labels in groups] == [8, 8, 4]
-    reference = Wide()
+    reference = wide_net()
     norm = by_hand(reference, groups, clip_norm)  # type: ignore[arg-type]
-    model = Wide()
+    model = wide_net()
     subject = learner(scaled=scaled, model=model, grad_accum=4, clip_norm=clip_norm)
     state = fresh()
     assert train_epoch(subject, batches, state, never)
@@ -275,7 +252,7 @@ def test_accumulation_is_the_large_batch_and_the_last_short_group_counts_by_its_
 
 
 def test_an_accumulating_epoch_continues_at_the_right_batch() -> None:
-    whole, parts = (learner(model=Wide(), grad_accum=4) for _ in range(2))
+    whole, parts = (learner(model=wide_net(), grad_accum=4) for _ in range(2))
     batches = source(20, "train", batch_size=2)
     train_epoch(whole, batches, fresh(), never)
     left = fresh()
@@ -286,7 +263,7 @@ def test_an_accumulating_epoch_continues_at_the_right_batch() -> None:
 
 
 def test_the_average_copies_in_warmup_and_then_forgets_as_worked_out_by_hand() -> None:
-    model = net()
+    model = plain_net()
     ema = WeightAverage(model, 0.75)
     subject = learner(model=model, ema=ema, ema_start_step=2)
     images, labels = coloured(4)
@@ -306,7 +283,7 @@ def test_a_mix_of_labels_reaches_the_loss() -> None:
         return (pixels + pixels.roll(1, 0)) / 2, shares
 
     images, labels = coloured(4)
-    model = net()
+    model = plain_net()
     pixels, shares = halves(normalise(images, FLOAT32), labels)
     wanted = -(model.train()(pixels).log_softmax(1) * shares).sum(1).mean()
     found = one_step(learner(model=model, mix=halves), images, labels).loss
@@ -321,7 +298,7 @@ def test_a_rollback_factor_scales_the_rate() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_no_numbers_are_refused(value: float) -> None:
-    model = net()
+    model = plain_net()
     refuse_broken_weights(model, World())
     model.get_parameter("0.weight").data[0, 0, 0, 0] = value
     with pytest.raises(DivergedError, match="the sum of all weights is"):
@@ -350,7 +327,7 @@ def test_a_gpu_learns_one_batch_in_each_precision(half: torch.dtype | None) -> N
 @pytest.mark.parametrize("half", [None, torch.bfloat16, torch.float16])
 def test_a_step_never_waits_for_the_gpu(half: torch.dtype | None) -> None:
     precision = Precision(device=torch.device("cuda"), amp_dtype=half)
-    subject = learner(precision, model=net().cuda(), clip_norm=1.0)
+    subject = learner(precision, model=plain_net().cuda(), clip_norm=1.0)
     subject.optimizer = torch.optim.SGD(subject.model.parameters(), lr=0.1, fused=True)
     subject.ema = WeightAverage(subject.model, 0.9)
     images, labels = (tensor.cuda() for tensor in coloured(8))

@@ -6,23 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from runs import EPOCH as ROW
 from train import metrics
 from train.metrics import CsvLog, EpochRow, Progress, StepRow, format_row, top_k_hits
-
-ROW = EpochRow(
-    epoch=1,
-    step=10,
-    lr=0.1,
-    train_loss=1.5,
-    val_loss=1.25,
-    top1_pct=50.0,
-    top5_pct=87.5,
-    crop_size=64,
-    seconds=3.0,
-    img_per_s=120.0,
-    data_wait_pct=1.0,
-    num_damaged=0,
-)
 
 
 def epoch_log(path: Path, num_epochs_done: int = 0) -> CsvLog:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers import PROJECT, make_source
-from runs import config, rows, source, wide_net
+from helpers import make_source
+from runs import config, ranks, rows, source, wide_net
 from train.checkpoint import load_checkpoint
 from train.evaluation import evaluate_checkpoint
 from train.fit import fit_sources
@@ -26,35 +21,6 @@ SMALL = [
     *("--train-crop-size", "40", "--val-crop-size", "32", "--val-resize-size", "36"),
     *("--device", "cpu", "--lr", "1.0", "--channels-last"),
 ]
-
-
-@contextmanager
-def ranks(*arguments: str, world_size: int = 2) -> Iterator[list[subprocess.Popen[str]]]:
-    """Start `python -W error ARGUMENTS` once a rank; none outlives the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    place = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    paths = os.pathsep.join([str(PROJECT), str(PROJECT / "tests")])
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | place
-            | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            | {"OMP_NUM_THREADS": "1", "PYTHONPATH": paths},
-        )
-        for rank in range(world_size)
-    ]
-    try:
-        yield started
-    finally:
-        for process in started:
-            process.kill()
-            process.communicate()
 
 
 @pytest.fixture(scope="module")

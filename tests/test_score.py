@@ -6,24 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runs import plain_net
 from train.memory import TensorSource
 from train.precision import Precision, normalise
 from train.score import evaluate
 from train.world import World
 
 FLOAT32 = Precision(device=torch.device("cpu"), channels_last=False)
-
-
-def net() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(8, 3),
-    )
 
 
 def noise(num_samples: int) -> tuple[Tensor, Tensor]:
@@ -76,15 +65,15 @@ def test_the_shares_of_an_evaluation_add_up_to_each_image_once(world_size: int) 
 
 @pytest.mark.parametrize("batch_size", [1, 4, 21, 50])
 def test_figures_do_not_depend_on_the_batch_size(batch_size: int) -> None:
-    (scores,) = evaluate([net()], source(21, "val", batch_size=batch_size), FLOAT32, World())
+    (scores,) = evaluate([plain_net()], source(21, "val", batch_size=batch_size), FLOAT32, World())
     assert scores.num_samples == 21
-    (reference,) = evaluate([net()], source(21, "val", batch_size=7), FLOAT32, World())
+    (reference,) = evaluate([plain_net()], source(21, "val", batch_size=7), FLOAT32, World())
     assert scores.top1_pct == reference.top1_pct
     assert scores.loss == pytest.approx(reference.loss, rel=1e-5)
 
 
 def test_an_evaluation_changes_nothing_in_the_model() -> None:
-    model = net()
+    model = plain_net()
     before = weights(model)
     evaluate([model], source(21, "val"), FLOAT32, World())
     assert all_equal(before, weights(model))
@@ -93,11 +82,11 @@ def test_an_evaluation_changes_nothing_in_the_model() -> None:
 
 def test_an_empty_val_split_is_refused() -> None:
     with pytest.raises(ValueError, match="the val split gave no image"):
-        evaluate([net()], source(0, "val"), FLOAT32, World())
+        evaluate([plain_net()], source(0, "val"), FLOAT32, World())
 
 
 def test_several_models_are_scored_in_one_pass_as_each_alone() -> None:
-    models = [net(), nn.Sequential(net(), nn.Linear(3, 3))]
+    models = [plain_net(), nn.Sequential(plain_net(), nn.Linear(3, 3))]
     together = evaluate(models, source(21, "val"), FLOAT32, World())
     alone = [evaluate([model], source(21, "val"), FLOAT32, World())[0] for model in models]
     assert together == alone
@@ -106,7 +95,7 @@ def test_several_models_are_scored_in_one_pass_as_each_alone() -> None:
 
 def test_flipping_averages_the_scores_with_those_of_the_mirror_image() -> None:
     images, labels = noise(8)
-    model = net().eval()
+    model = plain_net().eval()
     pixels = normalise(images, FLOAT32)
     logits = ((model(pixels) + model(pixels.flip(3))) / 2).detach()
     (scores,) = evaluate([model], source(8, "val", batch_size=3), FLOAT32, World(), flip=True)
@@ -119,9 +108,9 @@ def test_flipping_averages_the_scores_with_those_of_the_mirror_image() -> None:
 def test_scores_are_shown_in_float32_batch_by_batch() -> None:
     seen: list[tuple[Tensor, Tensor]] = []
     half = Precision(device=torch.device("cpu"), amp_dtype=torch.bfloat16)
-    model = net().to(memory_format=torch.channels_last)
+    model = plain_net().to(memory_format=torch.channels_last)
     evaluate(
-        [model, net()],
+        [model, plain_net()],
         source(10, "val"),
         half,
         World(),

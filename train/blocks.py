@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from typing import Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+STAGES: Final = ("layer1", "layer2", "layer3", "layer4")
+"""Of a torchvision ResNet: sequences of blocks."""
 
 
 class BlurConv2d(nn.Conv2d):
@@ -57,7 +61,7 @@ def forget_activations(model: nn.Module) -> None:
     Raises:
         ValueError: The model has no such stages.
     """
-    for name in ("layer1", "layer2", "layer3", "layer4"):
+    for name in STAGES:
         stage = getattr(model, name, None)
         if not isinstance(stage, nn.Sequential):
             raise ValueError(  # noqa: TRY004 - the user's choice of model, not a slip in a call

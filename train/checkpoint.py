@@ -94,6 +94,11 @@ def best_of(kept: dict[str, float], count: int) -> tuple[dict[str, float], list[
     return {name: kept[name] for name in ranking[:count]}, ranking[count:]
 
 
+def takes_average(checkpoint: Checkpoint, ema: bool | None) -> bool:
+    """Tell whether `--ema`, `--no-ema` or neither means the averaged weights of a checkpoint."""
+    return checkpoint.ema is not None and ema is not False
+
+
 def trained_network(checkpoint: Checkpoint, *, ema: bool | None = None) -> nn.Module:
     """Build the network of a checkpoint, on the CPU and in evaluation mode.
 
@@ -106,8 +111,8 @@ def trained_network(checkpoint: Checkpoint, *, ema: bool | None = None) -> nn.Mo
     """
     if ema and checkpoint.ema is None:
         raise ValueError("--ema: the checkpoint holds no averaged weights (--ema-decay makes them)")
-    use_ema = checkpoint.ema is not None if ema is None else ema
+    state = checkpoint.ema if takes_average(checkpoint, ema) else None
     config = checkpoint.config
     network = build_model(config["model"], len(checkpoint.wnids), blurpool=config["blurpool"])
-    network.load_state_dict((checkpoint.ema if use_ema else None) or checkpoint.model)
+    network.load_state_dict(state or checkpoint.model)
     return network.eval()

@@ -183,6 +183,10 @@ class FitConfig(InputConfig):
     smoke: bool = False
     """Try the whole chain on ten images a class: two epochs, stopped and resumed, evaluated."""
 
+    def images_a_step(self, world_size: int) -> int:
+        """Count the images of one optimizer update, over all ranks."""
+        return self.batch_size * self.grad_accum * world_size
+
     def __post_init__(self) -> None:
         self.check_input()
         check_sizes(self.val_crop_size, self.val_resize_size)

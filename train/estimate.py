@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
-from train.blocks import forget_activations
+from train.blocks import STAGES, forget_activations
 from train.config import FitConfig
 from train.model import build_model
 from train.precision import Precision, choose_precision
@@ -144,7 +144,7 @@ def _kept_bytes(module: nn.Module, inputs: Tensor) -> int:
 def _largest_block(model: nn.Module, images: Tensor) -> int:
     """Give the most that one block of the four stages keeps."""
     inputs: dict[nn.Module, Tensor] = {}
-    blocks = [b for n in ("layer1", "layer2", "layer3", "layer4") for b in getattr(model, n)]
+    blocks = [block for name in STAGES for block in getattr(model, name)]
 
     def note(block: nn.Module, given: tuple[Tensor, ...]) -> None:
         inputs[block] = given[0]

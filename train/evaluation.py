@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from prep.files import local_path, write_text_whole
-from train.checkpoint import Checkpoint, load_checkpoint, trained_network
+from train.checkpoint import Checkpoint, load_checkpoint, takes_average, trained_network
 from train.config import check_sizes
 from train.feed import BatchSource
 from train.options import EvalConfig
@@ -114,7 +114,7 @@ def evaluate_checkpoint(config: EvalConfig, say: Say) -> Scores:
         scores = evaluate([network], val, precision, world, flip=flip, look=confusion.look)[0]
         confusion.sum_over_ranks(world)
         if world.is_main:
-            averaged = checkpoint.ema is not None and config.ema is not False
+            averaged = takes_average(checkpoint, config.ema)
             say(_format(scores, val, world, flip=flip, averaged=averaged))
             _report(confusion, checkpoint, config.worst, out, say)
     return scores

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.torch_version import TorchVersion
 
 from prep.files import local_path, put_in_place, shown, write_whole
-from train.checkpoint import Checkpoint, load_checkpoint, trained_network
+from train.checkpoint import Checkpoint, load_checkpoint, takes_average, trained_network
 from train.options import ExportConfig
 
 Kind = Literal["state-dict", "exported-program", "onnx"]
@@ -246,7 +246,7 @@ def _format(
 ) -> str:
     run = checkpoint.config
     size = run["val_crop_size"]
-    averaged = checkpoint.ema is not None and config.ema is not False
+    averaged = takes_average(checkpoint, config.ema)
     line = (
         f"{config.out}: {kind} of {run['model']}{', averaged weights' if averaged else ''}, "
         f"{num_bytes / 1e6:.1f} MB; takes (N, 3, {size}, {size}) float32 normalised as "

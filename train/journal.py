@@ -52,11 +52,11 @@ class Journal:
         self._warned = False
         self._board: Any = None
         self._progress: Progress | None = None
-        self._monitor = open_monitor(device, self._say_beside) if world.is_main else None
         if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
             raise ValueError(
                 '--tensorboard needs its package: pip install "shardlane[tensorboard]"'
             )
+        self._monitor = open_monitor(device, self._say_beside) if world.is_main else None
 
     def start(self, epoch: int, step: int) -> None:
         """Open the logs where a run begins or continues; rows of steps to come are dropped."""

@@ -84,7 +84,7 @@ def new_learner(
     Raises:
         ValueError: Compiling is not possible here.
     """
-    peak_lr = scaled_lr(config.lr, config.batch_size * config.grad_accum * world.world_size)
+    peak_lr = scaled_lr(config.lr, config.images_a_step(world.world_size))
     warmup_steps = int(config.warmup_epochs * num_steps)
     rate = partial(
         lr_at,

@@ -121,9 +121,11 @@ def train_epoch(
         RuntimeError: The source gave fewer batches than it promised.
     """
     num_steps = num_steps_of(source, learner.grad_accum)
+    if state.step == num_steps:
+        return True
     learner.model.train()
     done = state.step * learner.grad_accum
-    batches = iter(source.epoch(state.epoch, start_step=done) if state.step < num_steps else ())
+    batches = source.epoch(state.epoch, start_step=done)
     batches = on_device(batches, learner.precision.device, state.add_wait)
     started = time.perf_counter() - state.seconds
     damaged_before = source.num_damaged - state.num_damaged

@@ -103,8 +103,6 @@ def plot(config: PlotConfig, say: Callable[[str], None]) -> Path:
     except ImportError as error:
         raise ValueError('train plot needs matplotlib: pip install "shardlane[plot]"') from error
     folders = list(dict.fromkeys(local_path(folder) for folder in config.run))
-    if not folders:
-        raise ValueError("--run must name at least one run folder")
     out = folders[0] / "plot.png" if config.out is None else local_path(config.out)
     if out.suffix.lower() != ".png":
         raise ValueError(f"--out must end in .png, got {str(config.out)!r}")

@@ -19,13 +19,13 @@ from train.checkpoint import load_checkpoint, trained_network
 from train.options import PredictConfig
 from train.precision import Precision, normalise
 from train.raw import val_transform
-from train.score import at_least_float32
+from train.run import Say
+from train.score import at_least_float32, scores_of
 from train.world import World, pick_device
 
 BATCH_SIZE: Final = 32
 """Pictures decoded and scored at a time; more are never in memory."""
 
-Say = Callable[[str], None]
 Picture = tuple[str, Path]
 """The name to print, as it was typed, and the path to open."""
 Guess = tuple[float, int]
@@ -164,10 +164,7 @@ def _score(predictor: Predictor, pixels: Tensor) -> Tensor:
     """Give `(N, C)` float32 scores of `(N, 3, S, S)` uint8 pixels."""
     images = normalise(pixels.to(predictor.precision.device), predictor.precision)
     with torch.no_grad():
-        scores: Tensor = predictor.network(images)
-        if predictor.flip:
-            scores = (scores + predictor.network(images.flip(3))) / 2
-    return scores
+        return scores_of(predictor.network, images, predictor.precision, flip=predictor.flip)
 
 
 def _lines(name: str, found: list[Guess] | str, class_names: Sequence[str]) -> Iterator[str]:

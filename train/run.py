@@ -47,7 +47,7 @@ def resolve(
     config: FitConfig, train: BatchSource, world: World, precision: Precision
 ) -> dict[str, Any]:
     """Give the options of a run and what follows from them, as plain values."""
-    images_a_step = config.batch_size * config.grad_accum * world.world_size
+    images_a_step = config.images_a_step(world.world_size)
     return to_dict(config) | {
         "world_size": world.world_size,
         "global_batch_size": images_a_step,

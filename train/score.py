@@ -62,7 +62,7 @@ def evaluate(
         for images, labels in on_device(source.epoch(0), precision.device):
             pixels = normalise(images, precision)
             for place, model in enumerate(models):
-                logits = _scores(model, pixels, precision, flip=flip)
+                logits = scores_of(model, pixels, precision, flip=flip)
                 totals[place] += _count(logits, labels)
                 if look is not None and place == 0:
                     look(logits, labels)
@@ -74,7 +74,8 @@ def at_least_float32(scores: Tensor) -> Tensor:
     return scores.to(torch.promote_types(scores.dtype, torch.float32))
 
 
-def _scores(model: nn.Module, pixels: Tensor, precision: Precision, *, flip: bool) -> Tensor:
+def scores_of(model: nn.Module, pixels: Tensor, precision: Precision, *, flip: bool) -> Tensor:
+    """Give the `(N, C)` float32 scores of normalised pixels, averaged with the mirror images'."""
     with precision.autocast():
         logits = at_least_float32(model(pixels))
         if flip:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Final
 
 from prep.files import local_path, shown
-from train.config import FitConfig
+from train.config import FitConfig, InputConfig
 from train.evaluation import evaluate_checkpoint
 from train.fit import fit
+from train.loop import num_steps_of
 from train.options import EvalConfig
 from train.run import Say, list_raw, open_train
 from train.world import World, read_world
@@ -72,27 +73,14 @@ def _shorten(config: FitConfig) -> tuple[FitConfig, int]:
         crop_ramp_end=1,
         stop_after_steps=None,
     )
-    world = read_world()
-    with closing(open_train(replace(short, batch_size=1), World(), list_raw(config))) as source:
+    world, raw = read_world(), list_raw(config)
+    with closing(open_train(replace(short, batch_size=1), World(), raw)) as source:
         share = source.num_samples // (2 * world.world_size)  # two steps at least
     short = replace(short, batch_size=max(min(config.batch_size, share), 1))
-    with closing(open_train(short, world, list_raw(config))) as source:
-        return short, -(-source.steps_per_epoch // short.grad_accum)
+    with closing(open_train(short, world, raw)) as source:
+        return short, num_steps_of(source, short.grad_accum)
 
 
 def _eval_config(config: FitConfig) -> EvalConfig:
-    return EvalConfig(
-        checkpoint=local_path(config.out) / "best.pt",
-        shards=config.shards,
-        src=config.src,
-        batch_size=config.batch_size,
-        val_samples_per_class=config.val_samples_per_class,
-        num_threads=config.num_threads,
-        num_workers=config.num_workers,
-        prefetch=config.prefetch,
-        device=config.device,
-        amp=config.amp,
-        amp_dtype=config.amp_dtype,
-        channels_last=config.channels_last,
-        worst=0,
-    )
+    shared = {field.name: getattr(config, field.name) for field in fields(InputConfig)}
+    return EvalConfig(checkpoint=local_path(config.out) / "best.pt", worst=0, **shared)
